@@ -34,10 +34,7 @@ from .task_functions import TaskCaller, functions_of, functions_with_bases, key_
 from .work import STATE, DeliveryState, Work, state_of, work_held_by, work_of
 
 _task_in_context: ContextVar[tuple[Any, Any]] = ContextVar("only_one_task", default=(None, None))
-"""A task that is under way, and its request. Threads to which the context is copied have it, too.
-
-Celery's own stack of tasks belongs to one thread.
-"""
+"""The task that is under way, and its request. Celery's own stack of tasks is not copied to other threads."""
 
 
 @contextmanager
@@ -64,7 +61,7 @@ def unwrapped(task: Any) -> Any:
 def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], args: tuple[Any, ...]) -> Caller:
     """The caller of ``wrapper``: the current task if the call is the task's run, else a plain function.
 
-    If the task's function is called directly, or by the run of another task, that call is no run of the task.
+    ``task`` is the current task. If its function is called directly, or by the run of another task, that is no run.
     Exception: ``map``, ``starmap`` and ``chunks`` run the task for each of their items.
 
     Raises:

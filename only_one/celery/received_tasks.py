@@ -80,7 +80,7 @@ class _WaitingLease(Lease):
         return Retained(self._queued.token(left), now() + left, self.note)
 
     def lives_on(self, sent: float, ttl: float) -> None:
-        """Note the same. The key is renewed no more once the task has ended, or is in its queue again."""
+        """Note a renewal. The key is renewed no more once the task has ended, or is in its queue again."""
         super().lives_on(sent, ttl)
         request = self.request()
         # Celery does not forget a task with an `eta` when it ends, but its message is acknowledged by then.
@@ -107,10 +107,10 @@ class _WaitingLease(Lease):
 
 
 _swept_at = _backs_off_until = 0.0
+"""When the leases of ended tasks were last forgotten; and until when no server is asked, because one did not answer."""
 
 _waiting: dict[bytes, _WaitingLease] = {}
 """By token, the leases of keys that name this process, or that the run of another task has taken over."""
-
 
 in_each_child(_waiting.clear)
 
