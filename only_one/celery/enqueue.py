@@ -98,12 +98,7 @@ class Publication(TaskCaller):
         if isinstance(carried, dict) and carried.get("id") == self.id:
             self._forget_key_of_other_arguments(decoration, carried)
             return self._publish()
-        task = current_task() if given.get("replaced_task_nesting") else None
-        is_replacement = task is not None and str(task.request.id) == self.id  # the running task replaces itself
-        is_sent_again = given.get("retries") or is_replacement
-        are_accepted = isinstance(self._args or (), (list, tuple)) and isinstance(self._kwargs or {}, Mapping)
-        goes_past = is_sent_again or not are_accepted  # Celery refuses other arguments by itself
-        if goes_past or self.app.conf["task_always_eager"]:  # as an attribute it takes twice as long
+        if self._needs_no_key():
             return self._publish()
         options = decoration.options_for(self)
         delay, expires = given.get("countdown") or given.get("eta"), given.get("expires", self._task.expires)
@@ -127,6 +122,15 @@ class Publication(TaskCaller):
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = decoration.digest(args, kwargs)
         return self._queue_newest(call, digest, seconds, delay)
+
+    def _needs_no_key(self) -> bool:
+        """Whether the call is the running task's retry or replacement, is refused by Celery, or runs at once."""
+        task = current_task() if self._options.get("replaced_task_nesting") else None
+        is_replacement = task is not None and str(task.request.id) == self.id
+        is_sent_again = self._options.get("retries") or is_replacement
+        are_accepted = isinstance(self._args or (), (list, tuple)) and isinstance(self._kwargs or {}, Mapping)
+        # The setting takes twice as long as an attribute of `conf`.
+        return bool(is_sent_again or not are_accepted or self.app.conf["task_always_eager"])
 
     def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a duplicate, or the existing task's result if none is configured."""

@@ -142,7 +142,7 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
 def _store_received(delivery: Delivery, options: EffectiveOptions, consumer: Any, request: Any) -> None:
     """Store the value of a received task at the key with which it was queued, and renew it while the task waits."""
     header, work = delivery.header, delivery.work
-    key = delivery.key if header.token or header.attempt else None  # the task was queued without it
+    key = delivery.key if header.token or header.attempt else None  # without both, it was queued without its key
     if key is None or options.server is None:
         return
     lease = _WaitingLease(options.server, key, options.queue_timeout, request, work)
@@ -155,7 +155,7 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, consumer: Any
     _waiting[lease.token] = lease
     became = drive(options.server.client, replace(key, delivery.queued or b"", lease.token, seconds))
     held = work_held_by(Holder.parse(became.value))
-    if held is not None and held.id == work.id:  # stored for a retry, by an earlier worker or by the previous attempt
+    if held is not None and held.id == work.id:  # by a retry, by an earlier worker, or by the previous attempt
         if is_queued(became.value) and held == work:
             became = drive(options.server.client, replace(key, became.value, lease.token, seconds))
         elif held < work:  # the previous attempt has not ended yet
