@@ -21,9 +21,7 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Policy = Callable[[Any], Any]
 AtEnd = tuple[Retained | None, MarkerUpdate | None]
-"""The retained value to store in place of the token; None if the key is released.
-And the completion marker to set for redeliveries of a task's message; None for no marker.
-"""
+"""The value to store in place of the token, None to release the key; and the completion marker to set, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +39,8 @@ class EffectiveOptions(settings.Settings):
     ttl: float
 
     def not_renewed(self, ttl: float, timeout: float) -> "EffectiveOptions":
-        """The same options with another ``timeout``, of which the first ``ttl`` seconds are asked for, and no lease."""
-        made = object.__new__(EffectiveOptions)  # `dataclasses.replace` costs a tenth of a SET
+        """The same options with another ``timeout`` and no lease: the key is acquired for ``ttl`` seconds at first."""
+        made = object.__new__(EffectiveOptions)  # because `dataclasses.replace` costs a tenth of a SET
         vars(made).update(vars(self), ttl=ttl, timeout=timeout, lease=None)
         return made
 
@@ -54,7 +52,7 @@ class Call:
         options: the effective options.
         server: the server that stores the key.
         key: the key as it is in Redis.
-        token: the value that says who owns the key; empty if the call is another's.
+        token: the value that says who owns the key; empty if another call acquires it.
         ended_by: the exception that the function has raised; None if it has raised none.
     """
 
@@ -68,15 +66,15 @@ class Call:
 
 
 class Caller:
-    """The caller of a function, and its answers to the questions of a call; here they are those of a plain function.
+    """The caller of a function, and its answers to the questions of a call. This class answers for a plain function.
 
     Attributes:
         name: the name of the task or function.
         token_factory: makes the tokens with which the caller acquires a key.
         bound: whether the first argument is the task itself.
         app: the task's app; None for a plain function.
-        key: the key as it is in Redis, if it has come with the task's message.
-        queued: the value that was stored there when the task was queued.
+        key: the key as it is in Redis, if the task's message has brought it.
+        queued: the value that was stored at the key when the task was queued.
     """
 
     app: Any = None
@@ -118,7 +116,7 @@ class Caller:
         Raises:
             OnlyOneError: the error that the policy was called with.
         """
-        raise how.error from how.error.__cause__  # not in the context of the request
+        raise how.error from how.error.__cause__  # so that the request is not shown as its context
 
     def claim_work(self, call: Call) -> bool:  # noqa: ARG002
         """Whether the work is still to be done, now that the key is ours; a task may raise to end the call."""
@@ -133,7 +131,7 @@ class Caller:
         return None, None
 
     def on_marked(self, call: Call) -> None:
-        """Called when the completion marker is set, or may be set."""
+        """Take note that the completion marker is set, or may be."""
 
 
 @dataclass(eq=False, repr=False)
@@ -150,8 +148,8 @@ class Decoration:
             is the current app.
         is_unique: whether it is the run of a task that is unique from queued to finished, retries included.
         work_id: gives what ``work_id`` returns for a call, positional and keyword; None if there is no such option.
-        plain: the caller of the function by itself.
-        plain_bound: the same, called by hand with a task as first argument.
+        plain: the caller of a plain function.
+        plain_bound: the caller of a task's function that is called by hand, with the task as first argument.
         digest: gives the name and the MD5 of all arguments of a call, positional and keyword, which tells calls with
             one key apart; it raises ``UnkeyableArgument`` if they cannot be compared.
     """
@@ -167,7 +165,8 @@ class Decoration:
     def __post_init__(self) -> None:
         self.plain = Caller(self.name, TokenFactory(self.name))
         self.plain_bound = Caller(self.name, TokenFactory(self.name), bound=True)
-        # By the app, and by this object for the current app; weakly, or an app that is dropped would count as one.
+        # By the app, and by this object for the current app. Weakly, because an app that is not collected would go on
+        # counting as one of this process.
         self._options_by_app: WeakKeyDictionary[Any, EffectiveOptions] = WeakKeyDictionary()
         parameters = list(self.signature.parameters.values())
         if parameters and parameters[0].kind is not Parameter.VAR_POSITIONAL:
@@ -180,7 +179,7 @@ class Decoration:
         try:
             self._key = compile_key(self.template, self.signature)
         except KeyTemplateError as error:
-            # It may be meant for the arguments without the task, which only `@app.task(bind=True)` will tell.
+            # The key may be meant for the arguments without the task: only `@app.task(bind=True)`, above, tells that.
             if not self.is_unique and next(iter(self.signature.parameters), None) == "self":
                 with suppress(KeyTemplateError):
                     self._bound_key()
@@ -189,11 +188,11 @@ class Decoration:
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew where it is unpickled: cloudpickle sends a function of ``__main__`` with all that belongs to it."""
+        """Have it made anew where it is unpickled: cloudpickle sends it with a function of ``__main__``."""
         return Decoration, tuple(getattr(self, field.name) for field in fields(self))
 
     def options_for(self, caller: Caller) -> EffectiveOptions:
-        """The effective options of a call; another call of ``configure`` makes them stale."""
+        """The effective options of a call. They are made once for each app, and anew after each ``configure``."""
         see_fork()
         of_app = caller.app or self
         options = self._options_by_app.get(of_app)
@@ -217,7 +216,7 @@ def effective_options(
     """The effective options of a decorator's options, an app's, and a function that gives the app's own server."""
     current = settings.current
     merged = settings.merge(own, current, of_app)
-    ttl = min(filter(None, (merged.timeout, merged.lease)))  # one of which there always is
+    ttl = min(filter(None, (merged.timeout, merged.lease)))  # `merge` always gives one of them
     server = find_server(settings.source_of(merged, app_server)) if settings.is_active(merged) else None
     return EffectiveOptions(**vars(merged), made_from=current, server=server, ttl=ttl)
 

@@ -1,7 +1,7 @@
 """The identity of a job in queues other than Celery (RQ, Dramatiq, arq), and how a call meets its own previous attempt.
 
-A worker is killed, and its queue gives the job to another machine, where the key still names the dead attempt.
-That key is no reason to skip the job; but the first attempt may yet be alive, so its key is not taken over either.
+If a worker is killed, its queue may give the job to another machine, while the key still names the dead attempt.
+Such a key must not make the job skip. It is not taken over either, because the previous attempt may be alive.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ class Job(NamedTuple):
     Attributes:
         id: its id, the same in each attempt.
         attempt: the number of its retries so far; None if that is not known.
-        requeue: makes the error by which its queue requeues the job, after so many seconds; None if there is
-            no such error.
-        start: an object that each start of the job has anew, also that of a redelivery; None if the queue has none.
+        requeue: makes the error by which the queue requeues the job after so many seconds; None if there is no such
+            error.
+        start: an object that is new at each start of the job, also at that of a redelivery; None if the queue has none.
         queue: see ``Holder``.
     """
 
@@ -54,9 +54,9 @@ def _job_of_rq(rq: Any, _args: Args) -> Job | None:
     job = rq.get_current_job()
     if job is None:
         return None
-    # RQ does not count the retries of a job that has a `Retry`, but those that are left.
+    # Of a job with a `Retry`, RQ knows only the retries that are left.
     attempt = (job.number_of_retries or 0) if job.retries_left is None else None
-    # To requeue a job with a delay needs a scheduler, which may not run.
+    # There is no `requeue`, because a delay needs RQ's scheduler, which may not run.
     return Job(job.id, attempt, start=job)
 
 
@@ -76,19 +76,20 @@ def _job_of_arq(arq: Any, args: Args) -> Job | None:
     context = args[0] if args and isinstance(args[0], dict) else {}
     if "job_id" not in context or "job_try" not in context:
         return None
-    job_id, attempt = context["job_id"], context["job_try"]  # arq counts redeliveries, too
-    start = sys.intern(f"{job_id} {attempt}")  # the same for a copy of the context
+    job_id, attempt = context["job_id"], context["job_try"]  # which counts redeliveries, too
+    start = sys.intern(f"{job_id} {attempt}")  # one object, also for a copy of the context
     return Job(job_id, attempt, lambda seconds: arq.Retry(defer=seconds), start)
 
 
 _QUEUES = {"rq": _job_of_rq, "dramatiq": _job_of_dramatiq, "arq": _job_of_arq}
-"""By the module that a worker of the queue has imported; we import none."""
+"""By the name of the queue's module. A worker has imported it; we never do."""
 
 
 def _current_job(args: Args) -> Job | None:
+    """The job that is under way here; None if there is none."""
     for name, job_of in _QUEUES.items():
         if name in sys.modules:
-            with suppress(AttributeError):  # it is being imported, or is another's module with that name
+            with suppress(AttributeError):  # the module is being imported, or is another one with that name
                 if job := job_of(sys.modules[name], args):
                     return job._replace(queue=name)
     return None
@@ -99,7 +100,7 @@ _inherited: tuple[object, int | None] = None, None
 
 
 def _job_pid(start: object) -> int | None:
-    """The process id of a job, if it has forked this process, or the one that has; else None."""
+    """The process id of a job that has forked this process, or a parent of this process; else None."""
     return _inherited[1] if _inherited[0] is start else None
 
 
@@ -114,7 +115,7 @@ in_each_child(_note_inherited)
 
 
 def _is_in_event_loop() -> bool:
-    """Whether this thread runs an event loop, whose other tasks would stand still while we wait."""
+    """Whether this thread runs an event loop: its other tasks would stand still while a call waits."""
     with suppress(RuntimeError):
         return asyncio.get_running_loop() is not None
     return False
@@ -152,11 +153,11 @@ class JobCaller(Caller):
         self._waits_until: float | None = None
 
     def is_held_by_own(self, value: bytes) -> bool:
-        """Whether ``value`` is that of another attempt of this job, this one or an earlier one.
+        """Whether ``value`` is that of a previous attempt of this job, or of a redelivery of this attempt.
 
-        A later attempt makes this one out of date, or belongs to other work with an id that is used again.
-        A call that the run itself makes is no attempt, nor is another call of the same start, nor one in a child that
-        the job has forked: all have the job's identity.
+        A later attempt is none: it makes this one out of date, or is other work whose id is used again.
+        Other calls of this very start are none, though they have the job's identity: those that its run makes, those
+        beside it, and those in a child that the job has forked.
         """
         holder, process = Holder.parse(value), this_process()
         if holder is None or holder.state != "running":
@@ -165,14 +166,14 @@ class JobCaller(Caller):
         if holder.task_id != self._job.id or is_later:
             return False
         lease = current.get()
-        if lease is not None and lease.token == value:  # also in a child that was forked inside of the run
+        if lease is not None and lease.token == value:  # made by the run, or by a child that was forked in it
             return False
         if value.startswith(process.mark):
             return self.start is None or getattr(active_tokens.get(value), "start", None) is not self.start
         return holder.machine != process.machine or not self._is_beside(holder)
 
     def _is_beside(self, holder: Holder) -> bool:
-        """Whether the job itself runs in this machine's process ``holder.pid``, or has forked it, in this attempt."""
+        """Whether the holder, in another process of this machine, is of this very start: the job has forked either."""
         pids = (holder.job_pid,) if self._job_pid is None else (holder.job_pid, holder.pid)
         return holder.attempt == self._job.attempt and (self._job_pid or os.getpid()) in pids
 
@@ -191,7 +192,7 @@ class JobCaller(Caller):
         return min(self._left, _ASKS_EVERY) if now() < self._waits_until else 0
 
     def on_busy(self, call: Call, value: bytes) -> Policy:
-        """The policy for a key that holds ``value``; whatever ``when_busy`` is, no own attempt makes the job skip.
+        """The policy for a key that holds ``value``: ``fail`` if that is a previous attempt, whatever ``when_busy`` is.
 
         Raises:
             Exception: the error by which the queue requeues the job.

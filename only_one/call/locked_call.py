@@ -1,7 +1,7 @@
 """One call that acquires a key: busy, server down, run, lost key and release, and the policy that decides each.
 
-Nothing here sends a command: ``acquire`` and ``release`` yield commands, and ``run`` sends them, sync or async.
-Only the caller sends some, if it is a Celery task, when it is asked.
+``acquire`` and ``release`` are command generators: they send nothing, and ``run`` sends their commands, sync or async.
+Exception: a caller that is a Celery task sends commands of its own when the call asks it.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from logging import ERROR
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from redis.exceptions import ResponseError
 
@@ -31,24 +31,22 @@ from only_one.policies import CarryOn, RequeueRequest, check_result, fail, skip
 from .effective_options import Call, Caller, EffectiveOptions, Policy
 from .owed_key import owed_to, to_store
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 CARRIED_ON = object()
-"""In place of a policy's result: it lets the run begin without its key."""
+"""The result of a policy that ends in ``carry_on``: the run begins without its key."""
 
 
 class LockedCall(Call):
-    """One call that asks for its key. As a context manager it leaves nothing behind, whatever is raised inside.
+    """One call that asks for its key. As a context manager it releases the key after any exception.
 
     Attributes:
+        waits_until_told: whether the call ends only after ``when_lost`` has returned, if the loss is seen at its end.
         caller: the plain function or the task that calls.
         lease: the lock as the run sees it; there is none before ``resolve_acquire``.
         result: the result of the call.
         has_succeeded: whether the function has returned.
         lost: how the run has lost its key, or None.
-        pause: seconds until another call asks for the key, because a previous attempt of the caller's work holds it; 0
-            if the policy decides.
+        pause: seconds after which the key is asked for again, because a previous attempt of the caller's work holds it;
+            0 if the policy decides.
     """
 
     waits_until_told = True
@@ -56,12 +54,15 @@ class LockedCall(Call):
     result: Any = None
     lost: LockLost | None = None
     pause = 0.0
-    has_succeeded = _may_come_late = False
+    has_succeeded = False
+    # Whether a SET that stores the token may arrive after the call, because it was sent twice.
+    _may_come_late = False
+    # The value of the queued task from which the key was taken over.
     _owed: Retained | None = None
+    # The value that the release stores in place of the token.
     _retained: Retained | None = None
-    """The value that the release stores in place of the token."""
+    # Whether the key may be ours, is ours, or will be kept in the background; None once nothing is left to do.
     _stage: Literal["asked", "held", "kept later"] | None = "asked"
-    """Whether the key may be ours, is ours, or will be kept in the background; None once it is seen to."""
 
     def __init__(self, options: EffectiveOptions, server: Server, key: str, caller: Caller) -> None:
         super().__init__(options, server, key)
@@ -70,20 +71,19 @@ class LockedCall(Call):
         self._unanswered = unanswered.get()
         self._asked_at = now()  # before SET: the key never outlives what its holder believes
 
-    def __enter__(self) -> "Self":
-        active_tokens[self.token] = self.caller  # before SET, too: others in this process see that it lives
-        return self
+    def __enter__(self) -> None:
+        active_tokens[self.token] = self.caller  # before SET, too: to others in this process the token is alive
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        self.ended_by = None  # its traceback leads back here: the call's arguments would live until a collection
-        # A token that is not active is the parent's, and this a forked child.
+        self.ended_by = None  # its traceback refers to this call: its arguments would live until garbage is collected
+        # In a forked child the token is not active, because the key is the parent's.
         if error is not None and self.token in active_tokens:
             if self._stage == "held":
                 self.lease.lose("released")  # so that it is not renewed any more
-                self._released(None)
+                self._finish_release(None)
             elif self._stage == "asked":
                 self.clean_up()
-        if self._stage != "kept later":  # of which others in this process see that it is not free
+        if self._stage != "kept later":  # else others in this process must not take the key over
             active_tokens.pop(self.token, None)
         lost = self.lost if self.options.when_lost is fail else None
         if error is None and lost is not None:
@@ -99,27 +99,31 @@ class LockedCall(Call):
                 value = yield from acquire(self.server.features, self.key, self.token, self.options.ttl)
             else:
                 value = yield from self._take_over(self.caller.queued)
-            while value is not None and self._can_take(value):  # which may have changed hands meanwhile
+            while value is not None and self._can_take(value):  # the next value, if another call was faster
                 value = yield from self._take_over(value)
             if value is not None and self.caller.is_held_by_own(value):
                 self.pause = self.caller.waits(self, (yield ("PTTL", self.key)) / 1000)
         except TROUBLE as error:
-            if is_of_signal_handler(error):  # which may be one of the system's, such as a `TimeoutError`
+            if is_of_signal_handler(error):
                 raise
             return error
         return value
 
     def _take_over(self, before: bytes) -> Commands[bytes | None]:
-        """Acquire the key from a task that waits, or from a holder that is dead; returns what ``acquire`` does."""
+        """Acquire the key from a task that waits, or from a dead holder, whose value is ``before``.
+
+        Returns:
+            None if the key is ours, else the value that is stored there now.
+        """
         is_own = before == self.caller.queued
         owed = None if is_own else (yield from owed_to(self.key, before, self.token))
-        became = yield from replace(self.key, before, self.token, self.options.ttl)
-        if became.status == "gone":
+        result = yield from replace(self.key, before, self.token, self.options.ttl)
+        if result.status == "gone":
             return (yield from acquire(self.server.features, self.key, self.token, self.options.ttl))
-        if became.status == "taken":
-            return became.value
+        if result.status == "taken":
+            return result.value
         self._owed = owed
-        # What this process has left itself, as where an acquire was cancelled, is of no process that was killed.
+        # A token of this very process, as a cancelled acquire leaves it, does not mean that a process was killed.
         is_killed = not is_queued(before) and not before.startswith(this_process().mark)
         if is_killed:
             emit(Reclaimed, self.key, self.caller.name, before)
@@ -133,7 +137,6 @@ class LockedCall(Call):
 
     def resolve_acquire(self, acquired: bytes | Exception | None) -> bool:
         """Whether the function may run, by the result of ``acquire``. If not, ``result`` is the result of the call."""
-        # Of a SET that was sent twice, the first may be carried out when the call is over.
         self._may_come_late = unanswered.get() != self._unanswered
         if isinstance(acquired, bytes):
             if self._may_come_late:
@@ -144,14 +147,14 @@ class LockedCall(Call):
             return False
         limit = self.options.timeout or inf
         self.lease = Lease(self.server, self.key, self.token, self._asked_at, self.options.ttl, limit)
-        too_late = None if self.lease.is_held else TimeoutError("the answer came when the key had expired again")
-        problem = acquired or too_late
+        expired = None if self.lease.is_held else TimeoutError("the answer came when the key had expired again")
+        problem = acquired or expired
         if problem is not None:
             self.result = self.down(problem)
             self.lease.lose("unavailable")
             return self.result is CARRIED_ON
         self._stage = "held"
-        self.lease.on_loss.append(self._lost)
+        self.lease.on_loss.append(self._on_loss)
         hold(self.lease)
         emit(Acquired, self.key, self.caller.name, self.token)
         return True
@@ -161,7 +164,7 @@ class LockedCall(Call):
         return self._stage != "held" or self.caller.claim_work(self)
 
     def busy(self, value: bytes) -> Any:
-        """The result that ``when_busy`` gives if the key holds ``value``."""
+        """The result of the policy for a busy key that holds ``value``."""
         policy = self.caller.on_busy(self, value)
         emit(Busy, self.key, self.caller.name, value)
         if policy is skip:
@@ -174,18 +177,18 @@ class LockedCall(Call):
         return result
 
     def down(self, problem: Exception) -> Any:
-        """The result that ``when_down`` gives, or ``CARRIED_ON``."""
+        """The result of the policy for a server that could not be asked, or ``CARRIED_ON``."""
         if self._stage == "asked":
-            # A server that refuses has stored nothing, unless a previous attempt is still to come.
+            # A server that refuses has stored nothing, and no write is in flight, unless an earlier SET is.
             self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
         error = LockUnavailable(self.key, self.server.describe(problem))
-        problem.__suppress_context__ = True  # the system's error, of which it tells already
+        problem.__suppress_context__ = True  # redis-py's text has that of its context, the system's error
         error.__cause__ = problem.with_traceback(None)
         emit(Down, self.key, self.caller.name, error)
         return self._ask(self.caller.on_down(self), error)
 
     def _ask(self, policy: Policy, error: OnlyOneError) -> Any:
-        """The result that a policy gives, or ``CARRIED_ON``."""
+        """The result of a policy, or ``CARRIED_ON``."""
         try:
             return check_result(policy(error))
         except CarryOn:
@@ -199,82 +202,92 @@ class LockedCall(Call):
             return
         self.lost = self.lease.loss()
         if self.lost is not None:
-            self._tell(self.lost)
-        self.lease.lose("released")  # from here on nothing is lost
+            self._tell_loss(self.lost)
+        self.lease.lose("released")  # from here on no loss is noted
         for_retry, marker = self.caller.at_end(self)
-        raised = self.ended_by
-        exits = isinstance(raised, SystemExit) and raised.code in (None, 0) and not is_of_signal_handler(raised)
-        # A program may end by `sys.exit()`, and has done its work.
-        has_succeeded = self.has_succeeded or (exits and self.caller.app is None)
-        kept = self._kept() if has_succeeded else None
-        # A key names one task that waits: a retry gives way to the task from which the key was taken over.
-        owed = to_store(self._owed) if self._owed else None
-        self._retained = kept or owed or (None if has_succeeded else for_retry)
-        became: ReleaseResult | None = None
+        self._retained = self._to_retain(for_retry)
+        result: ReleaseResult | None = None
         try:
-            became = yield from end(self.server.features, self.key, self.token, self._retained, marker)
-            is_marked = became.has_redeliveries or became.status != "held"
+            result = yield from end(self.server.features, self.key, self.token, self._retained, marker)
+            is_marked = result.has_redeliveries or result.status != "held"
             if marker and is_marked:
                 self.caller.on_marked(self)
-            has_expired = became.status == "gone" and now() > self.lease.expires_at  # while it was released
-            is_deleted = self.lost is not None and self.lost.reason == "deleted"
-            comes_back = has_expired and not is_deleted
-            if self._retained and comes_back:
-                became = None
+            # A key that expired while it was released is not lost: its retained value must still be stored.
+            has_expired = result.status == "gone" and now() > self.lease.expires_at
+            was_deleted = self.lost is not None and self.lost.reason == "deleted"
+            must_store = has_expired and not was_deleted
+            if self._retained and must_store:
+                result = None
         except Exception as error:
             if is_of_signal_handler(error):
                 raise
-            # Any other is not raised: the run has its own result or exception.
             if marker is None and is_of_another_type(error):
-                became = ReleaseResult("taken")
+                result = ReleaseResult("taken")
             log(level_of(error), "%s could not be released: %s", self.key, error)
-        self._released(became)
+        self._finish_release(result)
+
+    def _to_retain(self, for_retry: Retained | None) -> Retained | None:
+        """The value to store in place of the token: of a run that has succeeded, an owed one, or that of a retry.
+
+        A key names one waiting task: a retry gives way to the task from which the key was taken over.
+        """
+        error, at_least = self.ended_by, self.options.at_least
+        exits = isinstance(error, SystemExit) and error.code in (None, 0) and not is_of_signal_handler(error)
+        # A program that ends by `sys.exit()` has succeeded; a task that does has not.
+        has_succeeded = self.has_succeeded or (exits and self.caller.app is None)
+        until = self._asked_at + at_least
+        must_keep = has_succeeded and at_least and until > now()
+        if must_keep:
+            return Retained(kept(self.token, at_least), until)
+        if self._owed is not None:
+            return to_store(self._owed)
+        return None if has_succeeded else for_retry
 
     def clean_up(self, *, no_write_in_flight: bool = False, retained: Retained | None = None) -> None:
-        """Release the key in the background, or store a retained value: whether the token is there is not known."""
+        """Release the key in the background, or store a retained value: the token may be stored there.
+
+        Args:
+            no_write_in_flight: whether the server has finished all commands of this release or acquire.
+            retained: the value to store in place of the token.
+        """
         is_final = no_write_in_flight and not self._may_come_late
         until = now() + self.options.ttl
         if self._stage == "held":  # perhaps for longer, by `extend`
             until = max(until, self.lease.may_live_until)
         if self.server.is_known:  # else nothing was sent
             release_later(PendingRelease(self.server, self.key, self.token, until, is_final, retained))
-        self._stage = "kept later" if retained else None  # not before: if a signal handler raises, it is done again
+        # Last, so that `__exit__` cleans up again if a signal handler has raised an exception meanwhile.
+        self._stage = "kept later" if retained else None
 
-    def _kept(self) -> Retained | None:
-        """The value to store at the key after a successful run, for the rest of ``at_least``; None if that is over."""
-        at_least = self.options.at_least
-        until = self._asked_at + at_least
-        return Retained(kept(self.token, at_least), until) if at_least and until > now() else None
-
-    def _released(self, became: ReleaseResult | None) -> None:
-        """Finish after a release; with None for a result it is not known whether the key was released."""
-        if became is None:
+    def _finish_release(self, result: ReleaseResult | None) -> None:
+        """Finish the call after its release, whose result is None if it is not known."""
+        if result is None:
             self.clean_up(no_write_in_flight=True, retained=self._retained)
         else:
-            # A key that is gone may have been released by the first of two commands, or have expired meanwhile.
+            # Else the first of two releases may have deleted the key, or it may have expired meanwhile.
             is_certain = unanswered.get() == self._unanswered and now() < self.lease.expires_at
-            is_deleted = became.status == "gone" and is_certain
-            is_lost = is_deleted or became.status == "taken"
+            was_deleted = result.status == "gone" and is_certain
+            is_lost = was_deleted or result.status == "taken"
             if self.lost is None and is_lost:
-                reason = "deleted" if is_deleted else "taken"
-                self.lost = LockLost(self.key, reason, became.value.decode(errors="backslashreplace"))
-                self._tell(self.lost)
+                reason = "deleted" if was_deleted else "taken"
+                self.lost = LockLost(self.key, reason, result.value.decode(errors="backslashreplace"))
+                self._tell_loss(self.lost)
             self._stage = None
             if self._may_come_late:
                 self.clean_up()
         let_go(self.lease)
-        outcome: Any = "unknown" if became is None else became.status
-        is_kept = self._retained is not None and self._retained.note is None  # and not a task's that waits
+        outcome: Any = "unknown" if result is None else result.status
+        is_kept = self._retained is not None and self._retained.note is None  # a note: the value of a task that waits
         outcome = "kept" if is_kept and outcome == "held" else outcome
         emit(Released, self.key, self.caller.name, outcome, now() - self._asked_at)
 
-    def _tell(self, lost: LockLost) -> None:
-        """Tell the run of a loss that is seen at its end: in a thread of its own, like any other loss."""
+    def _tell_loss(self, lost: LockLost) -> None:
+        """Tell the run of a loss that is seen at its end: once, and in another thread, like any other loss."""
         try:
-            tell = self.lease.on_loss.pop()  # not in the thread, for which an async run does not wait
-        except IndexError:  # it has been told
+            tell = self.lease.on_loss.pop()  # here, because `let_go` may empty the list before the thread reads it
+        except IndexError:
             return
-        # No daemon, so that the process does not end before.
+        # No daemon, because the process must not end before the run was told.
         thread = threading.Thread(target=tell, args=(lost,), name="only_one-lost", daemon=False)
         try:
             thread.start()
@@ -284,35 +297,36 @@ class LockedCall(Call):
             if self.waits_until_told:
                 thread.join()
 
-    def _lost(self, lost: LockLost) -> None:
-        """Tell the listeners, and the policy unless that is ``fail``, which the run itself obeys."""
+    def _on_loss(self, lost: LockLost) -> None:
+        """Emit the event, and call ``when_lost``. Exception: the call itself acts for ``fail``, at its end."""
         emit(Lost, self.key, self.caller.name, lost.reason, lost.value)
         if self.options.when_lost is fail:
             return
         try:
             with suppress(CarryOn):
                 check_result(self.options.when_lost(lost))
-        except (Exception, SystemExit):  # noqa: BLE001 - there is no call left that could raise it
+        except (Exception, SystemExit):  # noqa: BLE001 - this thread has no caller that could handle it
             log(ERROR, "when_lost of %s failed", self.caller.name, exc_info=True)
 
 
 class AsyncLockedCall(LockedCall):
-    """The same in an event loop, where ``when_lost=fail`` cancels the run at once."""
+    """A call in an event loop, where ``when_lost=fail`` cancels the run at once."""
 
-    waits_until_told = False  # the loop has others to see to
+    waits_until_told = False  # a wait would stop all tasks of the loop
 
     def __init__(self, options: EffectiveOptions, server: Server, key: str, caller: Caller) -> None:
         super().__init__(options, server, key, caller)
         self._task: Any = asyncio.current_task()
         self._cancellations = self._cancelling()
-        self._is_over = self._is_cancelled = False
+        self._is_over = False
+        self._is_cancelled = False  # by us
 
     def _cancelling(self) -> int:
         """How often the task has been cancelled so far; 0 before Python 3.11, which does not count."""
-        return int(getattr(self._task, "cancelling", int)())
+        return int(getattr(self._task, "cancelling", int)())  # `int()` is 0
 
     def is_cancelled_anew(self) -> bool:
-        """Whether the task was cancelled since the call began: what it has suppressed before may be counted still."""
+        """Whether the task was cancelled since the call began; an earlier cancellation may still be counted."""
         return self._cancelling() > self._cancellations
 
     def withdraw_cancellation(self) -> bool:
@@ -324,19 +338,19 @@ class AsyncLockedCall(LockedCall):
         return not self.is_cancelled_anew()
 
     def release(self) -> Commands[None]:
-        """The same, and from here on the run is not cancelled."""
+        """Release the key, see ``LockedCall``; from here on a loss does not cancel the run."""
         self._is_over = True
-        self.withdraw_cancellation()  # if the run has suppressed it
+        self.withdraw_cancellation()  # the run may have suppressed our `CancelledError`
         return super().release()
 
-    def _lost(self, lost: LockLost) -> None:
-        super()._lost(lost)
+    def _on_loss(self, lost: LockLost) -> None:
+        super()._on_loss(lost)
         if self.options.when_lost is fail:
             with suppress(RuntimeError):  # the loop is closed
                 self._task.get_loop().call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
-        # In the loop's own thread, so the run cannot end between check and cancel.
+        # In the loop's own thread, where the run cannot end between this check and the cancellation.
         if not self._is_over:
             self._is_cancelled = True
             self._task.cancel()

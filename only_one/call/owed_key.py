@@ -1,8 +1,9 @@
 """The key of a queued task that a call has taken over: the call owes it to the task, and stores its value again.
 
-The task may end meanwhile without a run: it is revoked, or it finds its key busy or the server away. Then it withdraws:
-its value is deleted, and a note beside the key tells the call that nothing is owed any more. A worker that ends leaves
-the value of a task that is queued again in that note.
+A task may end meanwhile without a run: it is revoked, or finds its key busy or the server away. Then it withdraws: its
+value is deleted, and a note beside the key tells the call that nothing is owed to it.
+The note may also have a value, which the call stores then: a worker that ends leaves it there if the task is queued
+again.
 """
 
 import time
@@ -15,7 +16,7 @@ from only_one.lock.commands import WAITS_NO_MORE, Retained, Script
 from only_one.lock.pending_releases import PendingRelease
 from only_one.settings import DEFAULT_LEASE
 
-# Only the value of a task that waits is deleted: its run releases the key by itself.
+# Only the value of a waiting task is deleted, because a run releases its key itself.
 _WITHDRAW = Script(f"""
 local function has(text) return value and string.find(value, text, 1, true) end
 redis.call('set', KEYS[2], {WAITS_NO_MORE}, 'PX', ARGV[2])
@@ -27,7 +28,7 @@ if waits and has(ARGV[1]) then return redis.call('del', KEYS[1]) end""")
 
 @dataclass(eq=False, kw_only=True)
 class Withdrawal(PendingRelease):
-    """A task that waits for its key no more, which the server must still be told.
+    """A withdrawal that must still be sent to the server: a task waits for its key no more.
 
     Attributes:
         note: the name of the note that tells a call that nothing is owed to the task.
@@ -40,14 +41,14 @@ class Withdrawal(PendingRelease):
     number: int | None
 
     def of_a_retry(self) -> "Withdrawal":
-        """The same for a task whose retry waits: it leaves the note only, because value and number are the retry's.
+        """The withdrawal of a task whose retry waits: it leaves only the note, as value and number are the retry's.
 
-        No value has the name of the note in it.
+        So its ``token`` is the name of the note, which is in no value.
         """
         return replace(self, token=self.note.encode(), number=None)
 
     def command(self) -> Command:
-        """The command that deletes the value of the task, whose words in it are ``token``, and leaves the note.
+        """The command that deletes the value that has ``token`` in it, see ``words_of``, and leaves the note.
 
         The note is kept for as long as the value might have lived.
         """
@@ -62,7 +63,7 @@ def note_of(key: str, task_id: str | None, replacement: int, attempt: int | None
 
 
 def owed_to(key: str, value: bytes, token: bytes) -> Commands[Retained | None]:
-    """What is owed if ``token`` takes a key over from ``value``; None if that is of no other, queued task."""
+    """What is owed if ``token`` takes a key over from ``value``; None unless ``value`` names another, queued task."""
     holder = Holder.parse(value) if is_queued(value) else None
     if holder is None or holder.task_id == task_id_of(token):
         return None
@@ -71,9 +72,10 @@ def owed_to(key: str, value: bytes, token: bytes) -> Commands[Retained | None]:
 
 
 def to_store(owed: Retained) -> Retained:
-    """The value to store again, now that the call ends, for long enough that a worker can receive or renew it.
+    """The value to store again at the end of the call, for at least the default lease, or until the task's deadline.
 
-    That could not be done meanwhile; nor could its producer lengthen it, if it was being published.
+    A worker needs that time to receive the task or to renew its key, and a producer to lengthen it once it is
+    published: they could not do so during the call.
     """
     holder, seconds = Holder.parse(owed.value), DEFAULT_LEASE
     if holder is not None and holder.deadline is not None:

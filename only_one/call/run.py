@@ -1,4 +1,4 @@
-"""Run a decorated function if its key is free. Sync and async stand side by side, and differ by ``await``."""
+"""Run a decorated function if its key is free: sync and async side by side, which differ by ``await``."""
 
 import asyncio
 import time
@@ -29,7 +29,8 @@ def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> A
     if options.server is None:
         return _run_as(_switched_off(key), decoration, args, kwargs)
     while True:
-        with LockedCall(options, options.server, key, caller) as call:
+        call = LockedCall(options, options.server, key, caller)
+        with call:
             if call.resolve_acquire(drive(call.server.client, call.acquire())):
                 _run_and_release(call, decoration, args, kwargs)
         if not call.pause:
@@ -37,7 +38,7 @@ def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> A
         time.sleep(call.pause)
 
 
-# A function of its own: an exception that arrives on the line of a `try` inside of a `with` skips its `__exit__`.
+# A function of its own: an exception that arrives on the line of a `try` inside of a `with` skips the `__exit__`.
 def _run_and_release(call: LockedCall, decoration: Decoration, args: Args, kwargs: Kwargs) -> None:
     try:
         if call.claim_work():
@@ -58,9 +59,10 @@ async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: 
         return await _run_as_async(_switched_off(key), decoration, args, kwargs)
     client = await options.server.async_client()
     while True:
-        with AsyncLockedCall(options, options.server, key, caller) as call:
+        call = AsyncLockedCall(options, options.server, key, caller)
+        with call:
             acquired = await drive_async(client, call.acquire())
-            if call.is_cancelled_anew():  # redis-py loses one that comes with the reply
+            if call.is_cancelled_anew():  # redis-py loses a cancellation that comes with the reply
                 raise asyncio.CancelledError
             if call.resolve_acquire(acquired):
                 await _run_and_release_async(call, client, decoration, args, kwargs)
@@ -81,12 +83,12 @@ async def _run_and_release_async(
         if not isinstance(error, asyncio.CancelledError) or not call.withdraw_cancellation():
             raise
     finally:
-        if not isinstance(call.ended_by, GeneratorExit):  # of a closed coroutine, which can await nothing more
+        if not isinstance(call.ended_by, GeneratorExit):  # a closed coroutine can await nothing more
             await drive_async(client, call.release())
 
 
 def _switched_off(key: str) -> Lease:
-    """The lease of a run without locking: for all that the run can see, it holds its key."""
+    """The lease of a run while the locking is switched off: it looks held, and never expires."""
     return Lease(None, key, b"", now(), inf, inf)
 
 
@@ -103,12 +105,16 @@ async def _run_as_async(lease: Lease, decoration: Decoration, args: Args, kwargs
     try:
         return _checked(decoration, await decoration.function(*args, **kwargs))
     finally:
-        with suppress(ValueError):  # another context may close the coroutine
+        with suppress(ValueError):  # the coroutine may be closed in another context
             current.reset(reset)
 
 
 def _checked(decoration: Decoration, result: Any) -> Any:
-    """The result of a function, unless it is work that has yet to be done: the key would be released before."""
+    """The result of a function, unless its code is yet to run: the key would be released before.
+
+    Raises:
+        ConfigurationError: for a coroutine, a generator, a context manager and the like.
+    """
     if type(result) not in _YET_TO_RUN and not hasattr(type(result), "__await__"):
         return result
     end = getattr(result, "close", None) or getattr(result, "cancel", None)
