@@ -5,7 +5,6 @@ Such a key must not make the job skip. It is not taken over either, because the 
 """
 
 import asyncio
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from only_one.policies import fail
 from only_one.settings import DEFAULT_LEASE
 
 from .effective_options import Args, Call, Caller, Decoration, Kwargs, Policy
+from .locked_call import AsyncLockedCall
 
 _SLACK = 1.0
 """Seconds of waiting beyond the lease, within which the key of a dead holder has certainly expired."""
@@ -136,19 +136,18 @@ def caller_of(decoration: Decoration, args: Args, kwargs: Kwargs, *, detects: bo
         job = None if work_id is None else Job(str(work_id), None, job and job.requeue, job and job.start)
     if job is None:
         return decoration.plain
-    return JobCaller(decoration.name, job, is_async=inspect.iscoroutinefunction(decoration.function))
+    return JobCaller(decoration.name, job)
 
 
 class JobCaller(Caller):
     """The call of a function by a job: never skipped because of a previous attempt of the same job."""
 
-    def __init__(self, name: str, job: Job, *, is_async: bool = False, bound: bool = False) -> None:
+    def __init__(self, name: str, job: Job, *, bound: bool = False) -> None:
         self._job_pid = _job_pid(job.start)
         factory = TokenFactory(name, job.id, job.attempt, queue=job.queue, job_pid=self._job_pid)
         super().__init__(name, factory, bound=bound)
         self._job = job
         self.start = job.start
-        self._is_async = is_async
         self._left = 0.0
         self._waits_until: float | None = None
 
@@ -180,7 +179,7 @@ class JobCaller(Caller):
     def waits(self, call: Call, left: float) -> float:
         """Seconds until the key is asked for again; 0 if the job is requeued, or has waited for as long as it may."""
         self._left = max(left, 0.01)
-        would_block = not self._is_async and _is_in_event_loop()
+        would_block = not isinstance(call, AsyncLockedCall) and _is_in_event_loop()
         if self._job.requeue or would_block:
             return 0
         if self._waits_until is None:
