@@ -68,8 +68,7 @@ class AsyncClient:
         """Send a command, and return its reply."""
         if self.to_be_closed:
             await self.close_what_is_left()
-        asked = now()
-        sent = 0.0
+        asked, sent = now(), 0.0
         client, turns = self.client, self._turns
         try:
             async with turns:
@@ -172,8 +171,8 @@ class _KeptConnections:
         except BaseException as error:
             if leaves_usable(error):
                 self._idle.append(connection)
-                raise
-            self._broken.append(connection)
+            else:
+                self._broken.append(connection)
             if isinstance(error, OF_ALL_CONNECTIONS):
                 self._broken += self._idle
                 self._idle = []

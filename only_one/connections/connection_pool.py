@@ -351,14 +351,13 @@ class _GuardedCluster:
 class _GuardedNodes:
     """The method in which a guarded cluster's table of nodes differs from its class."""
 
-    def initialize(self, *args: Any, **options: Any) -> None:
+    def initialize(self: Any, *args: Any, **options: Any) -> None:
         try:
             super().initialize(*args, **options)  # type: ignore[misc]
         finally:
             # redis-py suppresses an exception that a signal handler raises in it, and keeps the connection, on which a
             # reply may be yet to come.
-            nodes: Any = self
-            for node in list(nodes.startup_nodes.values()):
+            for node in list(self.startup_nodes.values()):
                 if node.redis_connection is not None:
                     node.redis_connection.connection_pool.disconnect(inuse_connections=False)
 
