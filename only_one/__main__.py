@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
 
 
 def _print(line: str, *, is_problem: bool = False) -> None:
-    """Print a line; if the reader has seen enough, as ``head`` has, go on without."""
+    """Print a line. If the reader has closed the pipe, as ``head`` does, go on without output."""
     out = sys.stderr if is_problem else sys.stdout
     try:
         print(line, file=out, flush=True)
@@ -156,13 +156,13 @@ def _release(given: argparse.Namespace, app: Any) -> int:
 
 
 def _find(key: str, app: Any) -> Held | None:
-    """Look at a key that is written as it is, or else as ``list`` prints it."""
+    """Look at a key, whose name is given as it is in Redis or as ``list`` prints it."""
     unescaped = re.sub(_ESCAPED, lambda escaped: escaped[0].encode().decode("unicode_escape"), key)
     return held_key(key, app=app) or (held_key(unescaped, app=app) if unescaped != key else None)
 
 
 def _free(key: str, found: Held | None, app: Any, *, force: bool) -> int:
-    """Free a key, unless something speaks against it, and print the outcome."""
+    """Free a key, unless its holder may live or is not ours, and print the outcome; returns the exit status."""
     if found is None:
         reason = "it is free"
     elif not found.value:
@@ -212,7 +212,7 @@ def _free_by(found: Held) -> float | None:
     expires_at = time.time() + found.expires_in
     if found.process in (None, "dead"):  # nobody renews it
         return expires_at
-    # A living process may renew it, until the deadline if there is one. After that its run has called `extend`.
+    # A living process may renew the key until the deadline. If that has passed, the run has called `extend`.
     deadline = found.holder and found.holder.deadline
     return max(expires_at, deadline) if deadline and deadline >= time.time() else None
 
@@ -232,7 +232,7 @@ _LONGEST_CELL = 200
 
 
 def _cell(value: Any, name: str = "") -> str:
-    """A text that is safe in a terminal: anybody can store anything at our keys. A key is whole, to be given back."""
+    """A text that is safe in a terminal: anybody can store anything at our keys. Only keys, to copy, are not cut."""
     text = "-" if value is None else printable(str(value))
     return text if name == "key" or len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 

@@ -4,4 +4,4 @@ import time
 from functools import partial
 
 now = partial(time.clock_gettime, time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
-"""Seconds by the clock of all deadlines: nobody sets it, and if the system can, it runs on through a suspend."""
+"""Seconds by a clock that nobody can set, and that runs on while the machine is suspended, if the system has one."""

@@ -184,12 +184,11 @@ class _NoContextManager(functools.partial[Any]):
         msg = "only_one is no context manager: write the block as a function, with @only_one(...) above its def"
         raise ConfigurationError(msg)
 
-    __exit__ = __aenter__ = __aexit__ = __enter__  # Python looks for both names before it calls one
+    __exit__ = __aenter__ = __aexit__ = __enter__  # Python looks for both methods before it calls the first
 
 
 def _decorate(key: Any, options: Options, target: Any) -> Any:
     """Decorate a function or a task. One decorator may stand above several functions: they share no state."""
-    # Only the type of `target` is looked at, because almost anything else evaluates a lazy Celery task.
     if is_task(target):
         from only_one.celery import unique_tasks  # noqa: PLC0415 - not before Celery is there
 
@@ -227,7 +226,7 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     signature = signature_of(function)
     check_name(key, signature)
     decorated = getattr(function, "__only_one__", None)
-    if decorated is not None and decorated.template == key:  # it would find itself busy in every call
+    if decorated is not None and decorated.template == key:  # each call would find its key held by itself
         msg = f"{function.__qualname__} is decorated with key={key!r} twice: write one @only_one, or another key"
         raise ConfigurationError(msg)
     name = _name_of(function, key, signature) if task is None else task.name
@@ -254,7 +253,7 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
 
 @functools.cache
 def _delivery() -> Any:
-    """The module of deliveries, not before Celery is there; to import it in each call costs as much as the key."""
+    """The module of deliveries, imported once Celery is there. An import in each call would cost as much as the key."""
     from only_one.celery import delivery  # noqa: PLC0415 - see above
 
     return delivery
@@ -310,7 +309,7 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def _is_function(function: Any) -> bool:
-    """Whether it is a function of any kind, and no object that a decorator has made of one, as those of task queues do.
+    """Whether it is a function of any kind, and not an object that a task queue's decorator has made of one.
 
     Such an object may have the function's ``__qualname__``.
     """
@@ -321,7 +320,7 @@ def _is_function(function: Any) -> bool:
 
 
 def _is_scheduled(function: Any) -> bool:
-    """Whether a job of APScheduler 3 has the function: its decorator returns the function as it was."""
+    """Whether a job of APScheduler 3 has the function. Its decorator returns the function unchanged."""
     referrers = gc.get_referrers(function) if "apscheduler" in sys.modules else ()
     return any(type(each).__module__ == "apscheduler.job" for each in referrers)
 
@@ -355,9 +354,9 @@ _HAS_ANNOTATIONS = {"__annotations__", "__annotate_func__"}  # the second from P
 
 
 def _check_method(function: Callable[..., Any], first: str) -> None:
-    """Refuse ``{md5}`` above a method of a plain class: its object is an argument too, and has no digest.
+    """Refuse ``{md5}`` above a method of a plain class: the object is an argument too, and has no digest.
 
-    Exceptions: a class with annotations may become a dataclass, which has a digest. And ``run`` may
+    Exceptions: a class with annotations may become a dataclass, whose objects have a digest; and ``run`` may
     be the method of a task, which is no part of the key.
 
     Raises:

@@ -2,8 +2,8 @@
 
 A command generator yields one command at a time and is sent its reply, or thrown its error.
 So it decides without sending, and one piece of code serves both drivers. The idea is that of httpx's auth flows.
-An interruption leaves a generator where it is. So none has a ``finally``: it would run when the generator is collected,
-and what a signal handler raises in it then is lost.
+No command generator has a ``finally``. An interruption leaves a generator unfinished, and its ``finally`` would run
+when it is collected: an exception that a signal handler raises there is lost.
 """
 
 import sys
@@ -23,24 +23,24 @@ Command = tuple[Union[str, bytes, int], ...]
 Commands = Generator[Command, Any, T]
 
 TROUBLE = (RedisError, RedisClusterException, OSError)
-"""The errors that redis-py raises when the server could not be asked, or refused."""
+"""The errors that redis-py raises if the server could not be asked, or has refused."""
 
 _TRANSLATORS = ("redis", "only_one", "socket")
-"""Packages in whose code an exception is raised in the place of another."""
+"""The packages that raise an exception of their own in place of another."""
 
 _KNOWN = frozenset({"redis", "hiredis", "gevent", "eventlet", "only_one", "builtins", *sys.stdlib_module_names})
-"""The packages whose code sends a command, and whose errors it raises; a user's own code may be in between."""
+"""The packages whose code sends a command and raises its errors. A user's own code may be in between."""
 
 RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
 
 
 class ServerTimeout(redis.TimeoutError):
-    """A time-out after which a command is not sent again, because others before it have timed out, too."""
+    """A time-out after which the driver does not send the command again: others before it have timed out, too."""
 
 
 unanswered: ContextVar[int] = ContextVar("unanswered", default=0)
-"""How many attempts to send a command got no answer in this context, whoever has sent the command again.
+"""How many attempts to send a command got no answer in this context: a driver's, redis-py's, and those of our clients.
 
 If the number has grown meanwhile, a command may have been sent twice, and the first of the two may be yet to arrive.
 """
@@ -56,8 +56,8 @@ def _after(
 ) -> tuple[Command, bool]:
     """The command to send after an error, and whether the next one that gets no answer is sent again.
 
-    A command of our own client that got no answer is sent again, once for each generator: so the client knows in the
-    time of two attempts that a server is down. Other clients send again by themselves.
+    A command of our own client that got no answer is sent again, but only one for each generator: so it takes no longer
+    than two attempts to know that a server is down. Other clients send again by themselves.
     """
     raise_what_signal_handler_raised(error, handled)
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
@@ -102,24 +102,24 @@ async def drive_async(client: Any, commands: Commands[T]) -> T:
 
 
 def is_of_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler has raised the exception, or another thread or greenlet; as time limits do."""
+    """Whether a signal handler has raised the exception, or another thread or greenlet, as time limits do."""
     frames = _frames_of(error)
     if any(map(_was_called_by_signal, frames[1:], frames)):
         return True
-    # What another thread raises here has no frame of that. But it is none of the errors of the code that has run.
+    # An exception of another thread has no frame of its own. So it is one of a class that this code does not raise.
     is_known = type(error).__module__.partition(".")[0] in _KNOWN
     return not is_known and _KNOWN.issuperset(map(_package_of, frames))
 
 
 def raised_by_signal_handler(error: BaseException, handled: BaseException | None) -> BaseException | None:
-    """The exception of a signal handler, or another thread or greenlet, for which an error stands; None without one.
+    """The exception of a signal handler, or another thread or greenlet, in whose place an error was raised; else None.
 
-    redis-py raises errors of its own in place of the system's, of which a handler may raise one, such as a
-    ``TimeoutError``. A codec of Python's, until 3.11, raises another exception of the same class.
+    A handler may raise an error of the system's, such as ``TimeoutError``, and redis-py raises its own in place of it.
+    A codec of Python's, until 3.11, raises another exception of the same class.
 
     Args:
-        error: what was raised.
-        handled: the exception that was being handled before; what led to that is another's.
+        error: the exception that was raised.
+        handled: the exception that was handled already. It, and all that led to it, does not count.
     """
     seen = {id(handled)}
     each: BaseException | None = error
@@ -127,20 +127,20 @@ def raised_by_signal_handler(error: BaseException, handled: BaseException | None
         if is_of_signal_handler(each):
             return each
         seen.add(id(each))
-        # What the user's code has raised in the place of another exception stands for itself.
+        # An exception that the user's code has raised in place of another stands for itself.
         is_translated = any(_package_of(frame) in _TRANSLATORS for frame in _frames_of(each)[-1:])
         each = (each.__cause__ or each.__context__) if is_translated else None
     return None
 
 
 def raise_what_signal_handler_raised(error: BaseException, handled: BaseException | None) -> None:
-    """Raise the exception of a signal handler for which an error stands, if there is one."""
+    """Raise the exception of a signal handler in whose place an error was raised, if there is one."""
     if raised := raised_by_signal_handler(error, handled):
         context = raised.__context__
         try:
             raise raised
         finally:
-            raised.__context__ = context  # and not the error that stood for it
+            raised.__context__ = context  # `raise` has put the error there
 
 
 def _frames_of(error: BaseException) -> list[FrameType]:
@@ -153,11 +153,12 @@ def _package_of(frame: FrameType) -> str:
 
 
 def _was_called_by_signal(frame: FrameType, interrupted: FrameType) -> bool:
-    """Whether a function was called as a signal handler is: with the frame that is interrupted as its last argument.
+    """Whether a function was called as a signal handler is: with the interrupted frame as its last argument.
 
-    It is not asked which handlers there are: one may have put another in its place before it has raised.
+    The handlers that are installed are not asked: a handler may have installed another before it raised.
     """
-    if _package_of(frame) in _TRANSLATORS:  # it handles no signals, and to look at its variables keeps them for longer
+    if _package_of(frame) in _TRANSLATORS:  # it handles no signals, and a look at its variables keeps them alive
         return False
-    values = map(frame.f_locals.get, frame.f_code.co_varnames)
-    return any(each is interrupted for value in values for each in (value[-1:] if type(value) is tuple else (value,)))
+    values = [frame.f_locals.get(name) for name in frame.f_code.co_varnames]
+    values += [value[-1] for value in values if type(value) is tuple and value]  # the handler may take `*args`
+    return any(value is interrupted for value in values)

@@ -167,11 +167,11 @@ _hooks: dict[object, Callable[[Event], object]] = {}
 
 
 _first_skip: list[bool] = []
-"""Holds something once there has been a warning of the first skip of this process."""
+"""Has an item once the first skip of this process has been warned of."""
 
 
 def warn_of_first_skip(key: str, name: str, value: bytes) -> None:
-    """Warn of the first skip of this process, if the log does not show skips: a job that did nothing looks done."""
+    """Warn of the first skip of this process if the log shows none: a job that was skipped looks as if it was done."""
     if _first_skip or _is_shown(INFO):
         return
     _first_skip.append(True)
@@ -190,7 +190,7 @@ def _is_shown(level: int) -> bool:
 
 
 def log(level: int, message: str, *args: object, **options: Any) -> None:
-    """Log a line that is no event; a filter or handler that fails does not fail the call."""
+    """Log a line that is no event. An error of the user's filter or handler fails no call."""
     try:
         logger.log(level, message, *args, **options)
     except Exception as error:
@@ -226,11 +226,11 @@ def subscribe(hook: Callable[[Event], object]) -> Callable[[], None]:
 
 
 def emit(kind: Callable[P, Event], *values: P.args, **named: P.kwargs) -> None:
-    """Log an event, and call the hooks with it; it is built only if one of them would get it: that costs time."""
+    """Log an event and call the hooks with it. To save time, it is built only if the log or a hook gets it."""
     if not _hooks and not logger.isEnabledFor(_LEVELS[kind]):
         return
     event = kind(*values, **named)
-    for hook in (_log, *_hooks.copy().values()):  # others may subscribe meanwhile; copying needs no lock
+    for hook in (_log, *_hooks.copy().values()):  # of a copy, because others may subscribe meanwhile
         _tell(hook, event)
 
 
@@ -243,9 +243,9 @@ _at_work: ContextVar[tuple[object, ...]] = ContextVar("only_one_hooks", default=
 
 
 def _tell(hook: Callable[[Event], object], event: Event) -> None:
-    """Call a hook: what it raises is logged and fails no call, unless a signal handler has raised it.
+    """Call a hook with an event. An error of the hook is logged and fails no call; one of a signal handler is raised.
 
-    It does not get the events of calls that it makes itself, or it might call itself without end.
+    A hook does not get the events of calls that it makes itself, because it might call itself without end.
     """
     at_work = _at_work.get()
     if any(each is hook for each in at_work):
@@ -254,7 +254,7 @@ def _tell(hook: Callable[[Event], object], event: Event) -> None:
         _at_work.set((*at_work, hook))
         hook(event)
     except (Exception, SystemExit) as error:
-        # A loss is told in a thread of its own, which ends no process.
+        # `sys.exit()` ends the process, except in the thread that tells of a loss.
         ends_process = isinstance(error, SystemExit) and not isinstance(event, Lost)
         if ends_process or is_of_signal_handler(error):
             raise

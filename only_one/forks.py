@@ -1,4 +1,4 @@
-"""Forks: a child begins anew, also if C code has forked it, as uWSGI does, and Python knows of no fork."""
+"""Forks: a forked child begins anew, also if C code has forked it without Python's knowledge, as uWSGI does."""
 
 import os
 import threading
@@ -16,10 +16,10 @@ def in_each_child(do: Callable[[], object]) -> None:
 
 
 def see_fork() -> None:
-    """Begin anew if this is a child that C code has forked, and that has not done so yet."""
+    """Begin anew if C code has forked this process, which has not begun anew yet."""
     if _pid != os.getpid():
         with _one_at_a_time:
-            if _pid != os.getpid():  # else another thread has begun anew meanwhile
+            if _pid != os.getpid():  # else another thread has just done so
                 _begin_anew()
 
 
@@ -31,5 +31,5 @@ def _begin_anew() -> None:
 
 
 with suppress(AttributeError):  # where nothing forks
-    # Whatever its id is: in a new namespace of processes it may be that of its parent.
+    # Process ids are not compared here, because a child in a new pid namespace may have the id of its parent.
     os.register_at_fork(after_in_child=_begin_anew)

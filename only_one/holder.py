@@ -95,7 +95,7 @@ _TYPES: dict[str, Any] = {
 """The types in the JSON of a value; times are in milliseconds."""
 
 _ADDED_LATER: dict[str, Any] = {"replacement": 0, "queue": None, "job_pid": None}
-"""The fields that the first values of this format did not have, with what a value without them means."""
+"""The fields that the first values of this format did not have, with their defaults."""
 
 _LONGEST_REMEMBERED = 2000
 

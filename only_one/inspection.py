@@ -1,6 +1,6 @@
 """Inspection: list the keys that are held, find the holder of a call's key, and release keys by hand.
 
-Looking acquires no key, and a release compares: a holder that was not seen keeps its key.
+To look acquires no key. A release compares the value that was seen: another holder keeps its key.
 """
 
 import inspect
@@ -211,7 +211,7 @@ def _scan(client: Any, pattern: str) -> Iterator[Held]:
 
 
 def _learn_new_nodes(client: Any) -> None:
-    """Have a cluster's client look around if a node was added, of which else it learns by MOVED."""
+    """Have a cluster's client ask for the slots anew if a node was added. Else it would learn of it only by MOVED."""
     manager, ranges = client.nodes_manager, client.cluster_slots().values()
     addresses = [manager.remap_host_port(*each["primary"]) for each in ranges if each["primary"][0]]
     if not all(client.get_node(*each) for each in addresses):

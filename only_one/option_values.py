@@ -95,7 +95,7 @@ def is_async(function: Any) -> bool:
 
 
 def check_callable(name: str, function: Any, arguments: int, instead: str) -> None:
-    """Refuse an async callable, and one that does not accept that many arguments.
+    """Refuse an async callable, and one that cannot be called with so many arguments.
 
     Args:
         name: the option's name, for the error message.
@@ -115,4 +115,4 @@ def check_callable(name: str, function: Any, arguments: int, instead: str) -> No
         msg = f"{name}={function!r} is called with {arguments} argument(s), and cannot be ({error}): {instead}"
         raise ConfigurationError(msg) from None
     except ValueError:
-        pass  # builtins have no signature to look at
+        pass  # a builtin may have no signature

@@ -107,7 +107,7 @@ class Unset:
 UNSET = Unset()
 
 current: Options = {}
-"""The options set by ``configure``. Each change makes a new mapping, so code that derives from it sees the change."""
+"""The options set by ``configure``. Each change makes a new mapping, so that code which derives from it can notice."""
 
 _lock = threading.RLock()
 
@@ -129,7 +129,7 @@ class _Override(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         global current  # noqa: PLW0603 - see its docstring
         with _lock:
-            # Also options set for good inside of the block, but not those of other threads.
+            # Options that this thread has set for good inside of the block are withdrawn, too; other threads' are not.
             start = _overrides.index(self)
             left = [each for each in _overrides[start + 1 :] if each.is_entered or each.thread != self.thread]
             _overrides[start:] = left
@@ -201,7 +201,7 @@ def is_active(settings: Settings) -> bool:
     """
     if settings.active is not None:
         return settings.active
-    value = os.environ.get("ONLY_ONE_ACTIVE") or "1"  # empty, as compose files pass what is not set
+    value = os.environ.get("ONLY_ONE_ACTIVE") or "1"  # compose files pass an unset variable as an empty one
     if value.lower() not in _SWITCH:
         msg = f"the environment has ONLY_ONE_ACTIVE={value!r}: write ONLY_ONE_ACTIVE=0 or ONLY_ONE_ACTIVE=1"
         raise ConfigurationError(msg)

@@ -1,4 +1,4 @@
-"""Native threads: of the system, also where gevent or eventlet have replaced Python's."""
+"""Native threads: threads of the system, even where gevent or eventlet have replaced Python's."""
 
 import sys
 import threading
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 def start_native_thread(name: str, run: Callable[..., None], *args: object) -> RuntimeError | None:
-    """Start a daemon thread of the system, under gevent and eventlet too: work that does not wait starves a greenlet.
+    """Start a daemon thread of the system. A greenlet in its place would starve beside work that does not wait.
 
     Returns:
-        The error if it cannot be started: at a limit of threads, or while the interpreter shuts down.
+        The error if the thread cannot be started: at a limit of threads, or while the interpreter shuts down.
     """
     try:
         if (gevent := sys.modules.get("gevent.monkey")) and gevent.is_module_patched("threading"):
