@@ -288,15 +288,11 @@ def signature_of(function: Any) -> inspect.Signature:
             "a key as key='a-name', and seconds as timeout=300"
         )
     elif _is_scheduled(function):
-        problem = (
-            f"{function.__qualname__}, because APScheduler would run it without the lock: "
-            "write @only_one directly above the def, below @scheduler.scheduled_job"
-        )
+        instead = "write @only_one directly above the def, below @scheduler.scheduled_job"
+        problem = f"{function.__qualname__}, because APScheduler would run it without the lock: {instead}"
     elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        problem = (
-            f"the generator function {function.__name__}, whose call returns before its body has run: "
-            "write @only_one above the function that consumes it"
-        )
+        instead = "write @only_one above the function that consumes it"
+        problem = f"the generator function {function.__name__}, whose call returns before its body has run: {instead}"
     else:
         # Celery's wrapper for autoretry copies the signature of a bound method's function, which has the object, too.
         wrapped = getattr(function, "__wrapped__", None)
@@ -338,10 +334,8 @@ def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signatur
         msg = "a lambda has no {name}: write @only_one('a-key') above a def, or key=lambda … if it was meant as the key"
         raise KeyTemplateError(msg)
     if has_field(key, "name") and module == "__main__":
-        msg = (
-            f"{{name}} of {function.__qualname__} in __main__ would be the same in every program: "
-            f"write a key, such as @only_one('{function.__name__}-of-my-program'), or start it with python -m"
-        )
+        instead = f"write a key, such as @only_one('{function.__name__}-of-my-program'), or start it with python -m"
+        msg = f"{{name}} of {function.__qualname__} in __main__ would be the same in every program: {instead}"
         raise KeyTemplateError(msg)
     first = next(iter(signature.parameters), None)
     if first in ("self", "cls") and has_field(key, "md5"):
@@ -372,9 +366,8 @@ def _check_method(function: Callable[..., Any], first: str) -> None:
     may_have_digest = name == "run" or has_annotations
     if first == "self" and may_have_digest:
         return
-    instead = f"{name}:{{self.id}}" if first == "self" else name
-    msg = (
-        f"{{md5}} above the method {function.__qualname__} would be of its {first}, too, which has no stable digest: "
-        f"write a key that says which calls exclude each other, such as @only_one('{instead}')"
-    )
+    key = f"{name}:{{self.id}}" if first == "self" else name
+    problem = f"{{md5}} above the method {function.__qualname__} would be of its {first}, too"
+    instead = f"write a key that says which calls exclude each other, such as @only_one('{key}')"
+    msg = f"{problem}, which has no stable digest: {instead}"
     raise KeyTemplateError(msg)

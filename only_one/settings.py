@@ -71,10 +71,8 @@ def check(given: Options, others: Options) -> Options:
     for name in ("lease", "at_least"):
         if limit is not None and (times.get(name) or 0) > limit:
             shown = {**others, **given}
-            msg = (
-                f"{name}={shown[name]!r} is longer than timeout={shown['timeout']!r}: "
-                f"write a shorter {name}, or leave one of them out"
-            )
+            problem = f"{name}={shown[name]!r} is longer than timeout={shown['timeout']!r}"
+            msg = f"{problem}: write a shorter {name}, or leave one of them out"
             raise ConfigurationError(msg)
     return checked
 

@@ -64,12 +64,11 @@ def _job_of_dramatiq(dramatiq: Any, _args: Args) -> Job | None:
     message = dramatiq.middleware.CurrentMessage.get_current_message()  # None without that middleware
     if message is None:
         return None
-    return Job(
-        message.message_id,
-        message.options.get("retries", 0),
-        lambda seconds: dramatiq.errors.Retry("a previous attempt holds the key", delay=round(seconds * 1000)),
-        message,
-    )
+
+    def requeue(seconds: float) -> Any:
+        return dramatiq.errors.Retry("a previous attempt holds the key", delay=round(seconds * 1000))
+
+    return Job(message.message_id, message.options.get("retries", 0), requeue, message)
 
 
 def _job_of_arq(arq: Any, args: Args) -> Job | None:

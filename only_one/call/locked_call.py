@@ -318,8 +318,7 @@ class AsyncLockedCall(LockedCall):
         super().__init__(options, server, key, caller)
         self._task: Any = asyncio.current_task()
         self._cancellations = self._cancelling()
-        self._is_over = False
-        self._is_cancelled = False  # by us
+        self._is_over = self._is_cancelled_by_us = False
 
     def _cancelling(self) -> int:
         """How often the task has been cancelled so far; 0 before Python 3.11, which does not count."""
@@ -331,9 +330,9 @@ class AsyncLockedCall(LockedCall):
 
     def withdraw_cancellation(self) -> bool:
         """Withdraw our cancellation, if there was one, and return whether it was the only one."""
-        if not self._is_cancelled:
+        if not self._is_cancelled_by_us:
             return False
-        self._is_cancelled = False
+        self._is_cancelled_by_us = False
         getattr(self._task, "uncancel", int)()  # from Python 3.11
         return not self.is_cancelled_anew()
 
@@ -352,5 +351,5 @@ class AsyncLockedCall(LockedCall):
     def _cancel(self) -> None:
         # In the loop's own thread, where the run cannot end between this check and the cancellation.
         if not self._is_over:
-            self._is_cancelled = True
+            self._is_cancelled_by_us = True
             self._task.cancel()

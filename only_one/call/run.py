@@ -120,9 +120,7 @@ def _checked(decoration: Decoration, result: Any) -> Any:
     end = getattr(result, "close", None) or getattr(result, "cancel", None)
     if end is not None:
         end()
-    msg = (
-        f"{decoration.name} returned a {type(result).__name__}, which would run after the key is released: "
-        "write @only_one directly above the async def, or above a function that consumes the generator or enters "
-        "the context"
-    )
+    problem = f"{decoration.name} returned a {type(result).__name__}, which would run after the key is released"
+    instead = "write @only_one directly above the async def, or above a function that consumes the generator"
+    msg = f"{problem}: {instead} or enters the context"
     raise ConfigurationError(msg)

@@ -25,9 +25,8 @@ class ClusterNodes:
         self._manager: Any = client.nodes_manager
         self._options = short_timeouts(self._manager.connection_kwargs)
         self._nodes: dict[tuple[str, int], _ClusterNode] = {}
-        self._owners: dict[Any, Any] = {
-            slot: (owner.host, owner.port) for slot, (owner, *_) in self._manager.slots_cache.items()
-        }
+        known = self._manager.slots_cache.items()
+        self._owners: dict[Any, Any] = {slot: (owner.host, owner.port) for slot, (owner, *_) in known}
         for address in set(self._owners.values()):
             self._at(address)
 
