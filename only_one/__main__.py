@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed, as by `>&-`
     out: Any = sys.stdout
     if hasattr(out, "reconfigure"):
-        out.reconfigure(errors="backslashreplace")  # what a terminal cannot show
+        out.reconfigure(errors="backslashreplace")  # for characters that a terminal cannot show
     try:
         with configure(redis=given.redis, prefix=given.prefix):
             try:
@@ -237,7 +237,7 @@ def _cell(value: Any, name: str = "") -> str:
     return text if name == "key" or len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 
 
-with suppress(ImportError):  # it comes with Celery
+with suppress(ImportError):  # click comes with Celery
     import click
 
     _AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # `--` too, before a key like `-x`
@@ -250,7 +250,7 @@ with suppress(ImportError):  # it comes with Celery
         sys.exit(main(arguments, program="celery only-one", app=context.obj.app))
 
 
-if "celery" in sys.modules:  # which loads its commands: a worker's main process hears of its tasks from now on
+if "celery" in sys.modules:  # Celery has loaded this command: from now on, a worker's main process hears of its tasks
     from .celery import async_tasks  # noqa: F401
 
 

@@ -169,7 +169,7 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
     if as_key and key is not UNSET:
         msg = f"two keys are given, {function_or_key!r} and key={key!r}: write one of them"
         raise ConfigurationError(msg)
-    if isinstance(timeout, str) and not timeout[:1].isdigit():  # which would be a time, and no key
+    if isinstance(timeout, str) and not timeout[:1].isdigit():  # a str that begins with a digit is a time
         msg = f"timeout={timeout!r} is a str: write the key first and then the seconds, only_one({timeout!r}, 300)"
         raise ConfigurationError(msg)
     template = function_or_key if as_key else "{name}:{md5}" if key is UNSET else key

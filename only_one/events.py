@@ -79,7 +79,7 @@ class Busy(HasHolder, Event):
 def _when_free(holder: Holder, now: float) -> str:
     if holder.deadline is None:
         return "when it ends"
-    if holder.deadline <= now:  # its run has called `extend`, or its machine has another time
+    if holder.deadline <= now:  # the run has called `extend`, or its machine's clock differs
         return "when its key expires"
     but = ", unless it is extended" if holder.state == "running" else ""
     return f"in {holder.deadline - now:.1f} s at the latest{but}"

@@ -30,6 +30,6 @@ def _begin_anew() -> None:
     _pid = os.getpid()
 
 
-with suppress(AttributeError):  # where nothing forks
+with suppress(AttributeError):  # on a system without forks
     # Process ids are not compared here, because a child in a new pid namespace may have the id of its parent.
     os.register_at_fork(after_in_child=_begin_anew)

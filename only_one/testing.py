@@ -86,7 +86,7 @@ class Guarded(subprocess.Popen[Any]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        super().__exit__(None, None, None)  # which closes its pipes
+        super().__exit__(None, None, None)  # closes the pipes
 
 
 class RedisServer(NamedTuple):

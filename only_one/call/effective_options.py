@@ -94,7 +94,7 @@ class Caller:
         return False
 
     def waits(self, call: Call, left: float) -> float:  # noqa: ARG002
-        """Seconds until a key that is held by a previous attempt is asked for again; 0 if ``on_busy`` decides now.
+        """Seconds after which a key that a previous attempt holds is asked for again; 0 if ``on_busy`` decides now.
 
         Args:
             call: the call.
@@ -103,7 +103,7 @@ class Caller:
         return 0
 
     def on_busy(self, call: Call, value: bytes) -> Policy:  # noqa: ARG002
-        """The policy for a key that holds ``value``; a task that is its own holder raises to end the call."""
+        """The policy for a key that holds ``value``. A task that is its own holder raises an error to end the call."""
         return call.options.when_busy or skip
 
     def on_down(self, call: Call) -> Policy:
@@ -119,7 +119,7 @@ class Caller:
         raise how.error from how.error.__cause__  # so that the request is not shown as its context
 
     def claim_work(self, call: Call) -> bool:  # noqa: ARG002
-        """Whether the work is still to be done, now that the key is ours; a task may raise to end the call."""
+        """Whether the work must still be done, now that the key is ours. A task may raise an error to end the call."""
         return True
 
     def can_take_queued(self, call: Call, value: bytes) -> bool:  # noqa: ARG002

@@ -75,7 +75,7 @@ def _job_of_arq(arq: Any, args: Args) -> Job | None:
     context = args[0] if args and isinstance(args[0], dict) else {}
     if "job_id" not in context or "job_try" not in context:
         return None
-    job_id, attempt = context["job_id"], context["job_try"]  # which counts redeliveries, too
+    job_id, attempt = context["job_id"], context["job_try"]  # `job_try` counts redeliveries, too
     start = sys.intern(f"{job_id} {attempt}")  # one object, also for a copy of the context
     return Job(job_id, attempt, lambda seconds: arq.Retry(defer=seconds), start)
 

@@ -69,13 +69,13 @@ class LockedCall(Call):
         self.caller = caller
         self.token = caller.token_factory.token(options.timeout)
         self._unanswered = unanswered.get()
-        self._asked_at = now()  # before SET: the key never outlives what its holder believes
+        self._asked_at = now()  # before SET, so the holder never takes the key for its own after the expiry
 
     def __enter__(self) -> None:
         active_tokens[self.token] = self.caller  # before SET, too: to others in this process the token is alive
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        self.ended_by = None  # its traceback refers to this call: its arguments would live until garbage is collected
+        self.ended_by = None  # the traceback refers to this call, whose arguments would live until garbage is collected
         # In a forked child the token is not active, because the key is the parent's.
         if error is not None and self.token in active_tokens:
             if self._stage == "held":
@@ -160,7 +160,7 @@ class LockedCall(Call):
         return True
 
     def claim_work(self) -> bool:
-        """Whether the work is still to be done, now that the key is ours."""
+        """Whether the work must still be done, now that the key is ours or the run goes on without it."""
         return self._stage != "held" or self.caller.claim_work(self)
 
     def busy(self, value: bytes) -> Any:
@@ -179,7 +179,7 @@ class LockedCall(Call):
     def down(self, problem: Exception) -> Any:
         """The result of the policy for a server that could not be asked, or ``CARRIED_ON``."""
         if self._stage == "asked":
-            # A server that refuses has stored nothing, and no write is in flight, unless an earlier SET is.
+            # A server that refuses has stored nothing, and no other write is in flight, unless SET was sent twice.
             self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
         error = LockUnavailable(self.key, self.server.describe(problem))
         problem.__suppress_context__ = True  # redis-py's text has that of its context, the system's error
@@ -254,7 +254,7 @@ class LockedCall(Call):
         until = now() + self.options.ttl
         if self._stage == "held":  # perhaps for longer, by `extend`
             until = max(until, self.lease.may_live_until)
-        if self.server.is_known:  # else nothing was sent
+        if self.server.is_known:  # no command was sent to an unknown server
             release_later(PendingRelease(self.server, self.key, self.token, until, is_final, retained))
         # Last, so that `__exit__` cleans up again if a signal handler has raised an exception meanwhile.
         self._stage = "kept later" if retained else None
@@ -264,7 +264,7 @@ class LockedCall(Call):
         if result is None:
             self.clean_up(no_write_in_flight=True, retained=self._retained)
         else:
-            # Else the first of two releases may have deleted the key, or it may have expired meanwhile.
+            # If it is not certain, the first of two releases may have deleted the key, or the key may have expired.
             is_certain = unanswered.get() == self._unanswered and now() < self.lease.expires_at
             was_deleted = result.status == "gone" and is_certain
             is_lost = was_deleted or result.status == "taken"
@@ -333,7 +333,7 @@ class AsyncLockedCall(LockedCall):
         if not self._is_cancelled_by_us:
             return False
         self._is_cancelled_by_us = False
-        getattr(self._task, "uncancel", int)()  # from Python 3.11
+        getattr(self._task, "uncancel", int)()  # there is no `uncancel` before Python 3.11
         return not self.is_cancelled_anew()
 
     def release(self) -> Commands[None]:

@@ -17,7 +17,7 @@ from only_one.signatures import signature
 from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed, raise_as_connection_error
 from .timeouts import NO_NOTICES
 
-_sentinel: Any = sentinel  # which has no types
+_sentinel: Any = sentinel  # a module without types
 
 NO_LIMIT = 2**31
 """The number of connections of a pool that makes as many as its commands ask for."""

@@ -152,7 +152,7 @@ class PinnedClient(redis.Redis):
             is_closed = isinstance(error, redis.ConnectionError) and not raised_by_signal_handler(error, handled)
             if self.sends_again or not is_closed:
                 raise
-            note_unanswered()  # and send the command again below
+            note_unanswered()  # the command is sent again below
         else:
             self._keep(pinned)
             return reply
@@ -254,7 +254,7 @@ def guarded(client: Any) -> Any:
         client: a sync client of redis-py, or an object that forwards to one, as Flask-Redis's, of which only the pool
             is used. A client without a pool is returned as it is.
     """
-    if isinstance(client, redis.RedisCluster):  # which has no pool, but one for each node
+    if isinstance(client, redis.RedisCluster):  # each of its nodes has a pool
         return _alias(client, _GuardedCluster)
     if not hasattr(client, "connection_pool"):
         return client

@@ -287,7 +287,7 @@ def eviction_warning(client: Any) -> str | None:
     Raises:
         RedisError: if the server cannot be asked.
     """
-    if not hasattr(client, "connection_pool"):  # its server's address is not known
+    if not hasattr(client, "connection_pool"):  # the server's address is not known
         return None
     server = _address(client.connection_pool)
     if server in _asked:
