@@ -128,7 +128,8 @@ def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     for server, key, marker in delivery.markers if _is_stored(task, state, error) else ():
         with redelivery.unless_down(request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
-    if delivery.withdraws:  # as where a signal handler, `before_start` or a base class has prevented the run
+    # A signal handler, `before_start` or a base class may have prevented the run. An eager task was never queued.
+    if delivery.withdraws and not request.is_eager:
         withdraw(unwrapped(sender), request)
     delivery.markers, delivery.withdraws = [], False
 

@@ -372,6 +372,8 @@ def test_always_eager(new_app: Any, busy: Any, queue: Queue, keys: Keys) -> None
     assert isinstance(skipped, EagerResult)  # and not that of the other task
     assert skipped.get() is None
     assert len(queue) == 0
+    del keys["k"]
+    assert not keys.redis.keys(f"*{keys.prefix}*")  # nor anything beside it
 
 
 def test_called_directly_a_task_is_decorated_like_a_function(queue: Queue, new_app: Any, busy: Any, keys: Keys) -> None:
