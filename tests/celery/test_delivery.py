@@ -21,7 +21,18 @@ from celery import Celery, Task
 from celery.app.task import Context
 from celery.exceptions import Ignore, Retry
 
-from only_one import AlreadyRunning, KeyTemplateError, Lost, buffer_one, carry_on, configure, current_lock, fail, retry
+from only_one import (
+    AlreadyRunning,
+    KeyTemplateError,
+    Lost,
+    buffer_one,
+    carry_on,
+    configure,
+    current_lock,
+    fail,
+    retry,
+    skip,
+)
 from only_one.celery import delivery
 from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
@@ -543,15 +554,16 @@ def test_a_task_id_that_is_no_str(queue: Queue, keys: Keys, make: Any) -> None:
     assert answer.get() == str(task_id)
 
 
+@pytest.mark.parametrize("attempt", [0, 1])
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_task_that_is_not_unique_any_more_has_not_the_key_in_its_message(
-    queue: Queue, keys: Keys, *, is_busy: bool
+    queue: Queue, keys: Keys, attempt: int, *, is_busy: bool
 ) -> None:
-    """When it ends, the key of the version that has queued it is free, too."""
+    """When it ends, the key of the version that has queued it, or its retry, is free, too."""
     sent = Header(str(uuid4()), 0, key=f"{keys.prefix}other", token="queued")  # noqa: S106 - of a lock
-    keys["other"] = token_of(sent.id, state="queued")
-    task = a_task(queue.app, lambda_of(lambda: (current_lock().key, "other" in keys)))
-    answer = task.apply_async(task_id=sent.id, headers=sent.as_headers())
+    keys["other"] = token_of(sent.id, state="queued", attempt=attempt)
+    task = a_task(queue.app, lambda_of(lambda: (current_lock().key, "other" in keys)), when_busy=skip)
+    answer = task.apply_async(task_id=sent.id, headers=sent.as_headers(), retries=attempt)
     with keys.busy() if is_busy else nullcontext():
         queue.deliver()
     assert answer.get() == (None if is_busy else [f"{keys.prefix}k", True])
