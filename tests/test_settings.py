@@ -399,6 +399,7 @@ def is_switched_off(**options: Any) -> bool:
 
     def token() -> bytes:
         current_lock().ensure_held()
+        assert type(current_lock().fence) is int
         return current_lock().token if current_lock().is_held else b"it is not held"
 
     of_sync, of_async = call_both(token, **options)

@@ -116,6 +116,7 @@ class Checker:
         calls: all calls so far.
         stored: all values so far of each key.
         lost_data_at: when something outside of the lock's power last changed a key.
+        kept_by_parents: until when a parent that outlives its fork has its key, by token.
     """
 
     lost_data_at = -inf
@@ -126,12 +127,13 @@ class Checker:
         self.at_least: float = history.plan.at_least
         self.calls: list[Call] = []
         self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
+        self.kept_by_parents: dict[bytes, float] = {}
         self.events: Counter[tuple[int, str]] = Counter()
 
     def running(self) -> list[Call]:
         return [call for call in self.calls if call.lock is not None and call.ended == inf and not call.process.is_dead]
 
-    def _is_calm(self, call: Call, since: float) -> bool:
+    def is_calm(self, call: Call, since: float) -> bool:
         hosts = self.history.hosts
         asked = hosts.values() if self.history.deployment else [hosts[self.history.host_of[call.key]]]
         return all(self.history.is_calm(since, each) for each in asked)
@@ -144,6 +146,9 @@ class Checker:
         now, stored = self.history.now, self.stored[key]
         if stored and stored[-1].until == inf:
             last = stored[-1]
+            is_parents = isinstance(last.value, bytes) and now < self.kept_by_parents.get(last.value, 0.0)
+            if is_parents and self.lost_data_at < now:
+                self.problem("a child has released its parent's key", str(key))
             last.has_expired = expiry is not None and expiry <= now
             last.until = min(now, inf if expiry is None else expiry)
         if after is not None:
@@ -214,17 +219,17 @@ class Checker:
         call.held_to_the_end = call.had_key and call.lock.is_held
         if not call.held_to_the_end:
             call.lapsed_at = min(call.lapsed_at, call.lock.expires_at)
-        is_calm = self._is_calm(call, call.asked)
+        is_calm = self.is_calm(call, call.asked)
         limit = (self.history.plan.times[1] or inf) + call.extended
         if call.had_key and is_calm and not call.lock.is_held and call.ended < call.asked + limit:
             self.problem("a loss without a cause", call.name)
-        has_gone_on = call.ended - call.found_at > 0.1 and self._is_calm(call, call.found_at)
+        has_gone_on = call.ended - call.found_at > 0.1 and self.is_calm(call, call.found_at)
         may_be_told = call.had_key and not self.history.is_silent and not call.process.no_thread
         if has_gone_on and may_be_told and call.told_at == inf:
             self.problem("told too late", call.name)
         is_cancelled = call.is_async and self.history.plan.when_lost == "fail"
         late = call.ended - call.told_at
-        if is_cancelled and late > 0.01 and self._is_calm(call, call.ended - late):
+        if is_cancelled and late > 0.01 and self.is_calm(call, call.ended - late):
             self.problem("not cancelled", f"{call.name} ran on for {late:.2f} s after its loss")
         self.history.note(call.name, "has run", "and holds its key" if call.lock.is_held else "and has lost its key")
 
@@ -258,7 +263,7 @@ class Checker:
         is_there &= not self.has_failed_over  # which may bring a token back
         if is_there and call.lock.token not in call.process.modules["only_one.lock.token"].active_tokens:
             self.problem("a key that is kept later looks dead", call.name)
-        if call.held_to_the_end and self._is_calm(call, call.ended) and not (call.is_excused or call.is_interrupted):
+        if call.held_to_the_end and self.is_calm(call, call.ended) and not (call.is_excused or call.is_interrupted):
             self._check_release(call)
 
     def _may_be_cancelled(self, call: Call) -> bool:
@@ -282,7 +287,7 @@ class Checker:
         is_renewed = lease is not None or timeout is None
         has_thread = not is_renewed or not any("no thread" in each for each in self.history.faults)
         is_text = all(isinstance(each.value, bytes) for each in stored)  # and no list that somebody has put there
-        must_be_up = self._is_calm(call, call.asked) and has_thread and is_text
+        must_be_up = self.is_calm(call, call.asked) and has_thread and is_text
         is_skipped = outcome is None and (must_be_up or plan.when_down != "skip")
         is_own = plan.jobs and plan.queue != "dramatiq" and call.job_id() in getattr(outcome, "value", "")
         # In a child that goes on with the job of a parent that has ended: another attempt may have that one's key.
@@ -349,7 +354,7 @@ class Checker:
         if call.process.paused_until > call.asked or self.history.deployment:  # the user's client, and its time-outs
             return
         # A job that waits for its previous attempt asks each second.
-        limit = 2.85 + self.history.plan.jobs
+        limit = 2.85 + self.history.plan.jobs + self.history.plan.when_lost_takes
         for begin, end in ((call.asked, min(call.began, call.answered)), (call.ended, call.answered)):
             # Two attempts: each waits 0.5 s for a connection and 0.9 s for a reply. A server that hangs in one of these
             # ways is known in 2 s. One that answers, but slowly, is waited for: for each of its answers by itself.
@@ -396,6 +401,8 @@ class Checker:
                 call.answered,
             )
 
+        if not lost:
+            self.problem("a loss of no run, or told twice", f"{process.name}: {event}")
         for call in sorted(lost, key=likelihood)[-1:]:
             call.told_at = self.history.now
             self._check_loss(call, event)
@@ -413,7 +420,7 @@ class Checker:
             "kept": any(_is_kept_of(each.value, call) for each in values),
             "gone": bool(ended) or not values,
             "taken": bool(others),
-            "unknown": not self._is_calm(call, call.asked),
+            "unknown": not self.is_calm(call, call.asked),
         }
         if not is_true[event.outcome]:
             self.problem("told of another release", f"{call.name}: {event.outcome}")
@@ -446,14 +453,10 @@ class Checker:
         has_expired = reason == "expired" and self.history.now >= expires_at
         return bool(own) and not has_expired and not any(each.has_expired for each in own)
 
-    def check_fence(self, name: str, fence: object) -> None:
-        if type(fence) is not int:
-            self.problem("a fence that is no number", f"{name}: {fence!r}")
-
     def fenced(self, call: Call, fence: int) -> None:
-        self.check_fence(call.name, fence)
-        is_excused = self.history.wall_step or self.lost_data_at > 0
-        call.fence = fence
+        # The last number may be lost while the clock is behind; and a forked child asks for its parent's run.
+        is_excused = call.is_excused or (self.history.wall_step and self.lost_data_at > 0)
+        call.fence = None if is_excused else fence
         for other in self.calls:  # a run may learn its fence late: it was paused meanwhile
             if is_excused or other is call or other.key != call.key or other.fence is None:
                 continue
@@ -489,7 +492,7 @@ class Checker:
             self.problem("a lock that is held after its call", call.name)
         stored = [each for each in self.stored[call.key_there] if each.since <= call.ended < each.until]
         # Of other values its release may not be certain; that one of another type is not its own, it sees at once.
-        is_list = any(isinstance(each.value, list) for each in stored) and self._is_calm(call, call.ended)
+        is_list = any(isinstance(each.value, list) for each in stored) and self.is_calm(call, call.ended)
         is_told_so = isinstance(call.outcome, call.process.package.LockLost)
         has_lost = is_told_so or is_list or not call.held_to_the_end
         may_be_told = is_over and not (call.is_interrupted or self.history.is_silent)

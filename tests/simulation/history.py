@@ -42,7 +42,9 @@ class History(World):
             for each message that its connection is cut, and that it is late.
         FAULTS: the faults that happen in some histories, and how probable each is, once, twice and so on. Each has a
             method with its name.
-        of_host: the faults that only the first host suffers.
+        SINCE: more options and faults, which only some seeds have: the first seed that has them, the remainder of these
+            seeds by four, the options and the faults.
+        suffers: the object that a fault troubles, for faults that do not trouble the whole history.
         whose: the process in whose message a fault happens; None if the fault happens at a time.
         deployment: the cluster or other deployment of the hosts; None if each host is a server by itself.
         greets: whether each connection begins with redis-py's name. These two messages would be half of all.
@@ -50,12 +52,19 @@ class History(World):
 
     PLAN: ClassVar[dict[str, list[Any]]]
     FAULTS: ClassVar[dict[str, list[float]]]
+    SINCE: ClassVar[list[tuple[int, set[int], dict[str, list[Any]], dict[str, list[float]]]]]
     deployment: Any = None
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(seed, left_out)
         self.processes = processes
         self.plan = SimpleNamespace(**{name: self.choose(f"plan {name}", values) for name, values in self.PLAN.items()})
+        self.possible = dict(self.FAULTS)
+        for first, rests, plan, faults in self.SINCE:
+            is_chosen = seed >= first and seed % 4 in rests
+            for name, values in plan.items():
+                vars(self.plan)[name] = self.choose(f"plan {name}", values) if is_chosen else values[0]
+            self.possible.update(faults if is_chosen else {})
         self.store = Store(lambda: self.now, self.wall, self.plan.server)
         self.hosts = {name: Host(self, self.store, name) for name in ("server", "other")}
         self.host = self.hosts["server"]
@@ -64,7 +73,7 @@ class History(World):
         self.greets = self.draw("plan greets") < 1 / 8
         self.pids = count(101)
         self.whose: Process | None = None
-        self.of_host: list[Callable[[], None]] = []
+        self.suffers: dict[Callable[[], None], Any] = {}
 
     def deploy(self, kind: Any) -> None:
         self.deployment = kind(self)
@@ -81,9 +90,9 @@ class History(World):
     def _slot_moves(self) -> None:
         self.deployment.move(self.choose("slot that moves", list(range(SLOTS))))
 
-    def plan_faults(self, faults: dict[str, list[float]], seconds: float) -> None:
+    def plan_faults(self, seconds: float) -> None:
         of_clusters = {"slot moves": [0.5, 0.3, 0.1]} if type(self.deployment) is Cluster else {}
-        for label, probabilities in [*faults.items(), *of_clusters.items()]:
+        for label, probabilities in [*self.possible.items(), *of_clusters.items()]:
             do = getattr(self, f"_{label.replace(' ', '_')}")
             for probability in probabilities:
                 if self.fault(label, probability):
@@ -93,8 +102,8 @@ class History(World):
 
     def _trouble(self, do: Callable[[], None], whose: Process | None = None) -> None:
         if not self.quiet:
-            self.whose, sufferer = whose, self.host if do in self.of_host else self
-            sufferer.troubled_at = self.now
+            self.whose = whose
+            self.suffers.get(do, self).troubled_at = self.now
             do()
 
     def trouble_ends(self, host: Host) -> float:

@@ -18,6 +18,7 @@ from .history import BodyFails, History, Requeued
 from .network import Loop
 from .process import Machine, Process, playing, this, thread
 from .tracing import Interrupted, Tracer
+from .world import Thread
 
 _DEPLOYED_FROM = 335_000_000
 """Of eight seeds from here on two have a client of the user's; so earlier ones play what they have played."""
@@ -60,7 +61,9 @@ def fails(_error: object) -> None:
 # What the package looks at is the same in all histories: it takes a third of a call to read a function's signature.
 
 
-def _goes_on(_error: object) -> None: ...
+def _goes_on(_error: object) -> None:
+    if seconds := playing().plan.when_lost_takes:
+        playing().sleep(seconds)
 
 
 def _hears(event: object) -> None:
@@ -73,6 +76,15 @@ def _body(call: Call) -> Any:
 
 async def _async_body(call: Call) -> Any:
     return await playing().async_body(call)
+
+
+_WIDE_PLAN: dict[str, list[Any]] = {
+    "threads": [1, 1, 2],  # of a process, each of which makes some of its calls; an async one has a loop of its own
+    "forks": [0.03, 0.3],
+    "parent_lives": [0.0, 0.5, 4.0],  # for how many seconds after a fork
+    "when_lost_takes": [0.0, 5.0],
+    "configured": [False, True],  # whether `configure` gives the server and the lease, and others meanwhile
+}
 
 
 class LockWorld(History):
@@ -106,38 +118,42 @@ class LockWorld(History):
         "clock": [0.05],
     }
 
+    SINCE: ClassVar[list[Any]] = [(362_000_000, {3}, _WIDE_PLAN, {"configure": [0.5, 0.5], "idle": [0.5, 0.5]})]
+
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
         self.processes = processes[: self.plan.processes]
         self.machines = [Machine("alpha", is_known=self.draw("plan known") < 0.95), Machine("beta")]
         self.is_async: bool = getattr(self.plan, "async")
         self.plan.queue = self.plan.queue if self.plan.jobs and not self.is_async else ""
+        self.plan.threads = 1 if self.plan.jobs else self.plan.threads  # a process has one job
         self.store.evicts = self.draw("plan evicts") < 0.1
         self.is_silent = self.draw("plan silent") < 0.05  # nobody hears of events
         # One connection, for which the calls of an event loop wait.
         self.query = "protocol=2" + "&max_connections=1" * (self.is_async and self.draw("plan connections") < 0.5)
         self.checker = Checker(self)
         self.store.changed = self.checker.changed
-        self.left: set[Process] = set()  # whose calls have not all ended
+        self.left: set[Thread] = set()  # whose calls have not all ended
         self.functions: dict[tuple[Process, str], Callable[..., Any]] = {}  # of each key
-        self.of_host = [self._freeze, self._restart_with_data, self._refusal]
+        self.suffers = dict.fromkeys([self._freeze, self._restart_with_data, self._refusal], self.host)
+        self.suffers |= dict.fromkeys([self._idle, self._configure], SimpleNamespace())  # no call may notice these
         self.host_of = {"k": "server", "n": "other" if self.draw("plan other server") < 0.5 else "server"}
         self.when_busy: dict[Process, str] = {}
-        self.source: dict[Process, Any] = {}  # what makes its client
         if seed >= _DEPLOYED_FROM and seed % 16 in _DEPLOYMENTS:
             self.deploy(_DEPLOYMENTS[seed % 16])
+        self.source: Any = getattr(self.deployment, "client", None)  # makes clients
 
     def play(self) -> None:
         sys.modules.update(QUEUES)
         logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.DEBUG)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
-        self.plan_faults(self.FAULTS, 8)
+        self.plan_faults(8)
         self.run(self.now + 600, lambda: not self.left)
         if self.left:
-            self.problem("a call never ended", f"{len(self.left)} processes wait")
+            self.problem("a call never ended", f"{len(self.left)} threads wait")
         self.quiet = True
-        self.run(max(self.now, self.trouble_ends(self.host)) + 2 * self.latest + 3)
+        self.run(max(self.now, self.trouble_ends(self.host)) + 2 * self.latest + 3 + self.plan.parent_lives)
         self.checker.at_the_end()
         self.run(self.now + 60)
         self.checker.when_all_is_over()
@@ -148,24 +164,28 @@ class LockWorld(History):
         self.start(process, name, machine)
         self.when_busy[process] = self.choose(f"plan when_busy of {name}", ["fail", "skip", "fails"])
         process.no_thread = self.choose(f"plan no_thread of {name}", [0.0] * 9 + [0.3])
-        self.source[process] = getattr(self.deployment, "client", None)
+        if self.plan.configured:
+            self._configure_process(process)
         for key in self.plan.keys:
             self.functions[process, key] = self._decorated(process, key)
         if not self.is_silent:
             process.package.subscribe(_hears)
-        self.left.add(process)
-        self.spawn(process, f"{name}/main", self._run, process)
+        for number in range(self.plan.threads):
+            running = self.spawn(process, f"{name}/{number or 'main'}", self._run, process, number)
+            running.is_daemon = not number
+            self.left.add(running)
 
-    def _run(self, process: Process) -> None:
+    def _run(self, process: Process, number: int) -> None:
+        running: Any = thread()
         if self.is_async:
             with closing(Loop(self, process)) as loop:  # as ``asyncio.run``
-                loop.run_until_complete(self._call_all(process))
-                self.left.discard(process)
+                loop.run_until_complete(self._call_all(process, number))
+                self.left.discard(running)
                 loop.run_until_complete(loop.shutdown_asyncgens())
         else:
-            self._run_calls(process)
-            self.left.discard(process)
-        if self.draw(f"ends {process.name}") < 0.5:
+            self._run_calls(process, number)
+            self.left.discard(running)
+        if number == 0 and self.draw(f"ends {process.name}") < 0.5:
             self.end_in_order(process)
             self.note(process.name, "ended")
 
@@ -174,24 +194,34 @@ class LockWorld(History):
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
         lease, timeout = plan.times
         work_id = Call.job_id if plan.jobs and not plan.queue else None
+        is_configured = plan.configured and not self.deployment and self.host_of[key] == "server"
         options = {"lease": lease, "timeout": timeout, "at_least": plan.at_least, "work_id": work_id}
         decorate = package.only_one(
             "{call.key}",
             when_busy=policies[self.when_busy[process]],
             when_down=policies[plan.when_down],
             when_lost=policies.get(plan.when_lost, _goes_on),
-            redis=self.source[process] if self.deployment else f"redis://{self.host_of[key]}:6379/0?{self.query}",
+            redis=None if is_configured else self.source or self._url(key),
             **{option: value for option, value in options.items() if value},
         )
         decorated: Callable[..., Any] = decorate(_async_body if self.is_async else _body)
         return decorated
 
-    def _calls_of(self, process: Process) -> Iterator[tuple[str, float]]:
-        """The names of the calls of a process, and the seconds before each.
+    def _url(self, key: str) -> str:
+        return f"redis://{self.host_of[key]}:6379/0?{self.query}"
+
+    def _configure_process(self, process: Process) -> None:
+        """Give the process the same server in other words, and another lease to functions that have none."""
+        url = self.choose("words of the server", [self._url("k"), f"{self._url('k')}&db=0", f"{self._url('k')}&db=00"])
+        source = self.choose("source of the server", [url, lambda: url])
+        process.package.configure(redis=source, lease=self.choose("lease that is configured", [None, 1.0, 3.0, 30.0]))
+
+    def _calls_of(self, process: Process, thread_number: int) -> Iterator[tuple[str, float]]:
+        """The names of the calls of a thread of a process, and the seconds before each.
 
         A queue makes a call again which has requeued its job, or whose first attempt has failed.
         """
-        for number in range(self.plan.calls):
+        for number in range(thread_number, self.plan.calls, self.plan.threads):
             name = f"{process.name}.{number}"
             if self.is_left_out(f"call {name}"):
                 continue
@@ -207,12 +237,10 @@ class LockWorld(History):
             else:
                 yield name, pause
 
-    def _run_calls(self, process: Process) -> None:
+    def _run_calls(self, process: Process, number: int) -> None:
         running: Any = thread()
-        for name, pause in self._calls_of(process):
+        for name, pause in self._calls_of(process, number):
             self.sleep(pause)
-            if self.draw(f"switched off before {name}") < 0.01:
-                self._call_switched_off(process.package)
             counting, tracer = running.tracer, None
             if self.fault(f"interrupted of {name}", 0.1):  # by an exception at some line, as of a signal handler
                 lines = self.choose(f"lines before {name}", [30, 300, 1000]) * self.draw(f"line of {name}")
@@ -224,12 +252,8 @@ class LockWorld(History):
                 self.problem("an interruption is lost", f"{name} gets {outcome!r}")
             running.tracer = counting
             sys.settrace(counting)
-            if self.fault(f"fork of {process.name}", 0.03):
+            if self.fault(f"fork of {process.name}", self.plan.forks):
                 self._fork(process)
-
-    def _call_switched_off(self, package: Any) -> None:
-        with package.configure(active=False):
-            self.checker.check_fence("switched off", package.only_one("off")(lambda: package.current_lock().fence)())
 
     def _call_and_check(self, process: Process, name: str) -> Any:
         call = self.checker.begins(process, name)
@@ -245,20 +269,48 @@ class LockWorld(History):
         return outcome
 
     def _fork(self, process: Process) -> None:
-        """Go on as a forked child, which has no other thread; the parent is killed, whose keys are not the child's."""
+        """Go on as a forked child, which has no other thread; the parent's keys and connections are not the child's.
+
+        The parent is killed, or lives on for a while: what it does to its keys then is done here.
+        """
         sys.settrace(None)  # Python prints an exception that comes while it forks, and goes on
-        process.fork(next(self.pids))
+        parent = process.fork(next(self.pids))
         sys.settrace(getattr(thread(), "tracer", None))
         for call in self.checker.running():
             if call.process is process:
+                has_key = call.had_key and self.store.get(call.key_there) == call.lock.token
+                if self.plan.parent_lives and has_key:
+                    self.checker.kept_by_parents[call.lock.token] = ends = self.now + self.plan.parent_lives
+                    self._parent_renews(call, ends)
+                    self.after(0.01, self._parent_renews, call, ends)  # a renewal may have been on its way
+                    self.at(ends, self._parent_releases, call)
                 call.is_excused, call.had_key = True, False
+        if self.plan.parent_lives:
+            parent.is_dead = False
+            self.after(self.plan.parent_lives, vars(parent).update, {"is_dead": True})
         for each in self.threads:
             if each.process is process and each is not thread():
                 each.life = -1
+                self.left.discard(each)
+        for link in [link for host in self.hosts.values() for link in host.links if link.process is process]:
+            link.is_inherited = True
         self.note(process.name, "goes on as a forked child")
 
-    async def _call_all(self, process: Process) -> None:
-        await asyncio.gather(*[self._call_async(process, *each) for each in self._calls_of(process)])
+    def _parent_renews(self, call: Call, ends: float) -> None:
+        if self.store.get(call.key_there) == call.lock.token:
+            self.store.set(call.key_there, call.lock.token, ends + 1)
+
+    def _parent_releases(self, call: Call) -> None:
+        ends, (value, expiry) = self.now, self.store.keys.get(call.key_there, (None, None))
+        del self.checker.kept_by_parents[call.lock.token]
+        if value != call.lock.token:
+            return
+        if expiry != ends + 1 and self.checker.is_calm(call, call.asked):
+            self.problem("a child has changed its parent's key", f"{call.name}: {expiry}")
+        self.store.set(call.key_there, None)
+
+    async def _call_all(self, process: Process, number: int) -> None:
+        await asyncio.gather(*[self._call_async(process, *each) for each in self._calls_of(process, number)])
 
     async def _call_async(self, process: Process, name: str, pause: float, *, is_nested: bool = False) -> None:
         await asyncio.sleep(pause)
@@ -306,7 +358,7 @@ class LockWorld(History):
                 self.sleep(asks_after)
                 with self._asks(call):
                     self.checker.fenced(call, call.lock.fence)
-            if call.name.count(".") == 1 and self.fault(f"fork of {call.process.name}", 0.01):
+            if call.name.count(".") == 1 and self.fault(f"fork of {call.process.name}", self.plan.forks / 3):
                 self._fork(call.process)
             self.sleep(seconds - asks_after)
             self._look_around(call)
@@ -417,7 +469,18 @@ class LockWorld(History):
         process = self._process("killed")
         if not process.is_dead:
             self.kill(process)
-            self.left.discard(process)
+            self.left = {each for each in self.left if each.process is not process}
+
+    def _configure(self) -> None:
+        process = self._process("configured")
+        if self.plan.configured and not (process.is_dead or process.has_ended):
+            self.spawn(process, f"{process.name}/configure", self._configure_process, process)
+
+    def _idle(self) -> None:
+        self.note("server", "closes connections that are idle")
+        for link in self.host.links:
+            if link.is_idle:
+                link.reset()
 
     def _clock(self) -> None:
         self.wall_step += self.choose("step of the clock", [-3600.0, 3600.0])

@@ -10,12 +10,18 @@ from itertools import combinations, pairwise
 from math import inf
 from typing import Any
 
-_UNIQUE = ("delay", "countdown", "long countdown", "soft limit", "hard limit")
+LATER = ["on commit", "nothing"]
+"""What a task's own ``apply_async`` may do with a call: publish it later, or never."""
+OWN = ["own id", "own countdown", "own headers", "at once", *LATER]
+"""The same, and what else it may make of it."""
+_UNIQUE = ("delay", "countdown", "long countdown", "soft limit", "hard limit", *OWN[:3])
 """Ways to send a unique task by which a duplicate is not published."""
 LISTS = ["map", "starmap", "chunks"]
 """Ways to send a list, of two items each."""
 CALLS = ["call", "apply"]
 """Ways to call a task directly, without a message."""
+HERE = [*CALLS, "at once"]
+"""The same, and a task's own ``apply_async`` that does so."""
 _IS_NUMBERED_ANEW = {"retry elsewhere", "replace by a chain"}
 """Ends of a run after which other work goes on, with another key or another id."""
 _GIVE_UP_THEIR_KEY = {*_IS_NUMBERED_ANEW, "replace", "retry unraised", "retry swallowed", "requeue"}
@@ -174,7 +180,7 @@ class MessageChecker:
         no task.
         """
         ways = {each.how for each in self.history.triggers.values()}
-        return not ways.isdisjoint([*LISTS, *CALLS]) or (bool(self.plan.at_least) and not ways <= set(_UNIQUE))
+        return not ways.isdisjoint([*LISTS, *HERE]) or (bool(self.plan.at_least) and not ways <= set(_UNIQUE))
 
     def _waiting(self) -> set[str]:
         """The unique tasks whose message waits, and has not begun."""
@@ -197,14 +203,17 @@ class MessageChecker:
         before = self._alive()
         self.being_sent.add(trigger.name)
         yield
-        self.being_sent.remove(trigger.name)
+        if not (trigger.is_sent and trigger.how in LATER):
+            self.being_sent.remove(trigger.name)
         may_be_skipped = self.plan.when_down == "skip" and self.was_unreachable
-        has_equal = trigger.error is None and trigger.how not in CALLS and not may_be_skipped
+        has_equal = trigger.error is None and trigger.how not in HERE and not may_be_skipped
         if self.plan.policies == {"buffer_one"} and not trigger.is_sent and has_equal:
             for other in self.history.triggers.values():
                 is_equal = other.task == trigger.task and other.given == trigger.given
                 if other.id == trigger.id and not (other is trigger or is_equal):
                     self.problem("a duplicate of another call", f"{trigger.name} of {other.name}")
+        if getattr(trigger.result, "is_duplicate", not trigger.is_sent) is trigger.is_sent:
+            self.problem("a duplicate that is none, or the reverse", trigger.name)
         is_unique = all(self.plan.deduplicate) and trigger.how in _UNIQUE
         if not is_unique or not self.only("publishing fails", "shutdown", "lost connection"):
             return
@@ -353,6 +362,15 @@ def _no_task_that_can_wait_is_refused(history: Any, _checker: MessageChecker) ->
             yield "a task was refused", f"{work} of {trigger.how}"
 
 
+def _duplicates_have_a_result(history: Any, _checker: MessageChecker) -> Problems:
+    """A duplicate gets the result of a task that was published, if no call runs or keeps one without a message."""
+    triggers, published = history.triggers.values(), {each.id for each in history.broker.published}
+    if {each.how for each in triggers}.isdisjoint((*HERE, *LATER, "own id")):
+        for trigger in [each for each in triggers if each.result is not None and not each.is_sent]:
+            if trigger.id not in published:
+                yield "a duplicate without a result", f"{trigger.name}: {trigger.id}"
+
+
 def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
     for trigger in history.triggers.values():
         failed = "ValueError" if "autoretry_for" not in history.plan.options else None
@@ -375,7 +393,10 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         own = [end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends]
         returned = sum(end.startswith("'") for end in own)
         is_counted_right = returned == 1 and history.beside[trigger.name] == ["'other'"]
-        has_failed |= trigger.how == "chord" and ("ValueError" in ends or not is_counted_right)
+        # What on_retry raises Celery stores as a failure, a rejection, too.
+        has_failed_in_hook = trigger.hooked is not None and not {"ValueError", "Reject"}.isdisjoint(own)
+        is_failed_chord = "ValueError" in ends or has_failed_in_hook or not is_counted_right
+        has_failed |= trigger.how == "chord" and is_failed_chord
         if not (trigger.id in history.revoked or checker.was_lost(trigger) or has_failed):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
 
@@ -387,7 +408,7 @@ def _results_are_stored(history: Any, checker: MessageChecker) -> Problems:
     app = next(iter(history.apps.values()))
     for trigger in history.triggers.values():
         has_run = any(run.end == "done" for run in trigger.runs) and trigger.id is not None
-        is_asked = has_run and not checker.was_lost(trigger) and trigger.how not in ("id", *LISTS, *CALLS)
+        is_asked = has_run and not checker.was_lost(trigger) and trigger.how not in ("id", *LISTS, *HERE)
         state = app.AsyncResult(trigger.id).state if is_asked else "SUCCESS"
         if state in ("PENDING", "RETRY"):
             yield "a result was not stored", f"{trigger.name}: {state}"
@@ -490,7 +511,7 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     published = {each.work.trigger for each in history.broker.published}
     # A producer may have been killed before it published.
     sent = [each for name, each in history.triggers.items() if each.id or name in published]
-    sent = [each for each in sent if each.error is None and each.how not in CALLS]
+    sent = [each for each in sent if each.error is None and each.how not in HERE]
     if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in history.runs):
         return
     # A duplicate has the result of the task that waits.
@@ -526,7 +547,7 @@ def _none_runs_after_a_newer_one(history: Any, checker: MessageChecker) -> Probl
         return
     for newer, older in combinations(history.runs, 2):
         arrived_at = history.arrived_at[older.trigger.name]
-        has_none = {newer.trigger.how, older.trigger.how} & {*CALLS} or _IS_NUMBERED_ANEW & {*older.trigger.ends}
+        has_none = {newer.trigger.how, older.trigger.how} & {*HERE} or _IS_NUMBERED_ANEW & {*older.trigger.ends}
         may_be = has_none or checker.has_forgotten(arrived_at, older.began)
         if arrived_at < newer.trigger.asked and not may_be:
             yield "an older one ran after a newer", f"{older.work} after {newer.work}"
@@ -550,6 +571,7 @@ INVARIANTS: list[Callable[[Any, MessageChecker], Problems]] = [
     _no_key_without_a_run,
     _exceptions_are_documented,
     _no_task_that_can_wait_is_refused,
+    _duplicates_have_a_result,
     _what_follows_is_called,
     _results_are_stored,
     _no_work_runs_twice,

@@ -19,13 +19,14 @@ from celery import Task, _state, chain, chord
 from celery.app.trace import build_tracer
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
+from kombu.exceptions import OperationalError
 
 from tests.wrapped_task import Wrapped
 
 from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker
 from .deployments import Cluster, OwnClient, Sentinels
 from .history import History
-from .message_checker import CALLS, LISTS, MessageChecker
+from .message_checker import CALLS, HERE, LATER, LISTS, OWN, MessageChecker
 from .process import Machine, Process, playing, this, thread
 
 Given = dict[str, Any]
@@ -62,9 +63,10 @@ HOW: dict[str, Callable[[Any, Any, Given], Any]] = {
     "chunks": lambda work, _tail, given: work.chunks([(given,), (given,)], 2).apply_async().results[0],
     "call": lambda work, _tail, given: work(given),
     "apply": lambda work, _tail, given: work.apply((given,)),
+    **dict.fromkeys(OWN, lambda work, _tail, given: work.delay(given)),
 }
 """How a task is sent, or called."""
-_HOW = [*[each for each in HOW if each not in [*LISTS, "chord"]], *["delay"] * 7, *["id"] * 3]
+_HOW = [*[each for each in HOW if each not in [*LISTS, *OWN, "chord"]], *["delay"] * 7, *["id"] * 3]
 _HOW += ["chain", "soft limit", "hard limit"]
 
 _ENDS = [
@@ -76,12 +78,6 @@ _ENDS = [
 ]
 """How the runs of a task end: the first run, the second, and so on. Later runs return."""
 
-
-_WIDE_FROM = 320_000_000
-"""Every fourth seed from here on has more options and faults. Lower seeds play what they have always played."""
-
-_WIDER_FROM = 356_000_000
-"""Every fourth seed from here on also has chords, and clients of the user's in place of a URL."""
 
 _LOST = {"reject_on_worker_lost": False}
 _AUTORETRY = {"autoretry_for": (ValueError,), "retry_kwargs": {"countdown": 0.1}}
@@ -104,6 +100,20 @@ class Hooked(Task):  # type: ignore[misc]
 
     abstract = True
     default_retry_delay = 1
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """Make of a call what its trigger says; what goes on with a task is sent as it is."""
+        trigger = playing().triggers[next(iter(args[0]))]
+        goes_on = options.get("retries") or options.get("replaced_task_nesting")
+        if goes_on or trigger.how not in OWN:
+            return super().apply_async(args, kwargs, **options)
+        trigger.is_sent = True
+        if trigger.how == "at once":
+            return self.apply(args, kwargs)
+        own: dict[str, Any] = {"own id": {"task_id": f"own-{trigger.name}"}, "own countdown": {"countdown": 1}}
+        own["own headers"] = {"headers": {**options.get("headers", {}), "own": 1}}
+        publish = functools.partial(super().apply_async, args, kwargs, **{**options, **own.get(trigger.how, {})})
+        return playing().publish_later(trigger, publish) if trigger.how in LATER else publish()
 
     def hooked(self, when: str, *given: Any) -> None:
         args = next(each for each in given if isinstance(each, (list, tuple)))
@@ -148,7 +158,9 @@ class Trigger:
         in_hook: the hook of the task in which something is done, and what is done.
         hooked: the work in whose hook that was done; None before.
         error: the exception that the call has raised.
-        is_sent: whether the call has returned, and has published a message.
+        result: the result that the call has returned.
+        is_sent: whether the call has returned, and has published a message; or whether the task's own ``apply_async``
+            was called.
         received: the arguments with which the next task of the chain, or the linked task, was called.
         runs: the runs of the call's messages.
     """
@@ -163,6 +175,7 @@ class Trigger:
     in_hook: tuple[str, str] = ("", "")
     hooked: Work | None = None
     error: Any = None
+    result: Any = None
     is_sent: bool = False
     received: list[Any] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
@@ -214,21 +227,6 @@ class MessageWorld(History):
         "kind": [*["function"] * 5, "class", "class that calls again", "class with a decorated call"],
         "other": [*[{}] * 30, *_OTHERS],  # the options that differ in the other version of a rolling deploy
     }
-    WIDE_PLAN: ClassVar[dict[str, list[Any]]] = {
-        "timeout": [None, None, 10.0, 3.5],
-        "takeover": [True, False],
-        "retry": [{}, {"countdown": 0.2}, {"max_retries": 2}],
-        "when_down": ["default", "retry", "carry_on", "skip"],
-        "recycles": [False, False, True],  # whether a child ends when it has ended a task
-        "rate_limit": [None, None, "60/m"],
-        "in_order": [True, False],  # False is the order of messages with priorities
-        "store_fails": [0.0, 0.0, 0.1],  # how probable it is that no result can be stored
-        "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
-    }
-    WIDER_PLAN: ClassVar[dict[str, list[Any]]] = {
-        "deployment": [None, None, None, Cluster, Cluster, Sentinels, OwnClient],
-        "chords": [0.0, 0.2],  # how probable it is that a task is in a chord's header
-    }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "killed child": [0.15, 0.15],
         "killed worker": [0.1],
@@ -236,17 +234,38 @@ class MessageWorld(History):
         "lost connection": [0.1],
         "revoke": [0.08],
     }
-    WIDE_FAULTS: ClassVar[dict[str, list[float]]] = {
-        "server away": [0.2, 0.1],
-        "server forgets": [0.15],
-        "other work": [0.15, 0.15],
-    }
+    SINCE: ClassVar[list[Any]] = [
+        (
+            320_000_000,
+            {0},
+            {
+                "timeout": [None, None, 10.0, 3.5],
+                "takeover": [True, False],
+                "retry": [{}, {"countdown": 0.2}, {"max_retries": 2}],
+                "when_down": ["default", "retry", "carry_on", "skip"],
+                "recycles": [False, False, True],  # whether a child ends when it has ended a task
+                "rate_limit": [None, None, "60/m"],
+                "in_order": [True, False],  # else as where messages have priorities
+                "store_fails": [0.0, 0.0, 0.1],  # how probable it is that no result can be stored
+                "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
+            },
+            {"server away": [0.2, 0.1], "server forgets": [0.15], "other work": [0.15, 0.15]},
+        ),
+        (
+            356_000_000,
+            {0},
+            {
+                "deployment": [None, None, None, Cluster, Cluster, Sentinels, OwnClient],
+                "chords": [0.0, 0.2],  # how probable it is that a task is one of a chord's header
+            },
+            {},
+        ),
+        # How probable it is that a task has an `apply_async` of its own.
+        (362_000_000, {0, 1}, {"own": [0.0, 0.5]}, {}),
+    ]
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
-        self.is_wide = seed >= _WIDE_FROM and seed % 4 == 0
-        self._plan(self.WIDE_PLAN, is_chosen=self.is_wide)
-        self._plan(self.WIDER_PLAN, is_chosen=self.is_wide and seed >= _WIDER_FROM)
         if self.plan.deployment:
             self.deploy(self.plan.deployment)
         if self.plan.kind == "class that calls again":  # after a failure
@@ -278,10 +297,6 @@ class MessageWorld(History):
         self.checker = MessageChecker(self)
         self.store.changed = self.checker.changed
 
-    def _plan(self, plan: dict[str, list[Any]], *, is_chosen: bool) -> None:
-        for name, values in plan.items():
-            vars(self.plan)[name] = self.choose(f"plan {name}", values) if is_chosen else values[0]
-
     def play(self) -> None:
         cache._DUMMY_CLIENT_CACHE.clear()  # the results
         celery.worker.state.reset_state()
@@ -298,7 +313,7 @@ class MessageWorld(History):
             machine = self.choose("plan machine", self.machines)
             own = [process for _, process in zip(range(3), given, strict=False)]
             self.broker.workers.append(Worker(self, f"w{number}", machine, own))
-        self.plan_faults(self.FAULTS | self.WIDE_FAULTS if self.is_wide else self.FAULTS, 12)
+        self.plan_faults(12)
         self.run(self.now + 300, lambda: not left)
         self.run(self.now + 15)
         self.quiet = True
@@ -427,12 +442,14 @@ class MessageWorld(History):
                 ends, how = self.choose(f"ends of {name}", _ENDS), self.choose(f"how of {name}", _HOW)
                 if self.draw(f"chord of {name}") < self.plan.chords:
                     how = "chord"
+                if self.draw(f"own of {name}") < self.plan.own:
+                    how = self.choose(f"kind of own {name}", OWN)
                 if self.draw(f"list of {name}") < self.plan.lists:
                     how, ends = self.choose(f"kind of {name}", LISTS), tuple(each for each in ends if each == "fail")
                 if self.plan.kind == "class that calls again" and self.draw(f"fails of {name}") < 0.5:
                     ends = ("fail",)
                 hooks = _IN_HOOKS if self.draw(f"hook of {name}") < self.plan.hooks else [("", "")]
-                more = () if how in CALLS else (ends, self.choose(f"in hook of {name}", hooks))
+                more = () if how in HERE else (ends, self.choose(f"in hook of {name}", hooks))
                 self.send(producer, name, how, *more)
         left.remove(producer)
 
@@ -451,12 +468,23 @@ class MessageWorld(History):
         with self.checker.sending(trigger):
             try:
                 tasks = self.app_of(this()).tasks
-                result = HOW[how](tasks[task], tasks["tail"], given)
-                trigger.id = getattr(result, "id", trigger.id)
+                trigger.result = HOW[how](tasks[task], tasks["tail"], given)
+                trigger.id = getattr(trigger.result, "id", trigger.id)
             except Exception as error:  # noqa: BLE001 - the checker says which are allowed
                 trigger.error = error
-            trigger.is_sent = any(each.work.trigger == name for each in self.broker.published)
+            trigger.is_sent |= any(each.work.trigger == name for each in self.broker.published)
             self.note(producer, "has sent", name, "published" if trigger.is_sent else f"duplicate {trigger.error}")
+
+    def publish_later(self, trigger: Trigger, publish: Callable[[], Any]) -> None:
+        """Publish a task when its producer has gone on, as on commit; or never."""
+
+        def later() -> None:
+            self.sleep(self.choose(f"commit of {trigger.name}", [0.01, 1.0, 3.0]) if trigger.how == "on commit" else 31)
+            with suppress(OperationalError):
+                trigger.id = publish().id if trigger.how == "on commit" else None
+            self.checker.being_sent.discard(trigger.name)
+
+        self.spawn(this(), f"{this().name}/commit", later)
 
     def _wait_for_the_last_with_that_id(self) -> None:
         """Wait until the last work with the id has ended, because only then the id is used again for new work."""

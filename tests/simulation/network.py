@@ -66,7 +66,7 @@ class Link:
         super().__init__()
         self.world, self.process, self.host = world, process, world.host
         self.inbox = bytearray()
-        self.is_reset = self.is_closed = self.is_asking = False
+        self.is_reset = self.is_closed = self.is_asking = self.is_inherited = False
         self._buffer = bytearray()
         self._last = {"up": 0.0, "down": 0.0, "frozen": 0.0}
 
@@ -84,11 +84,18 @@ class Link:
         return max(0.0, seconds)
 
     def send(self, data: bytes) -> None:
+        if self.is_inherited:
+            self.world.problem("a child uses its parent's connection", self.process.name)
         if self.is_reset:
             raise ConnectionResetError(errno.ECONNRESET, "reset")
         self._buffer += data
         for command in commands_in(self._buffer):
             self._travel("up", self._arrive, command)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was sent that has not arrived."""
+        return bool(max(self._last.values()) <= self.world.now)
 
     def _travel(self, way: str, arrive: Callable[..., None], what: Any) -> None:
         """Let a message arrive, now or late, or the connection be cut instead."""

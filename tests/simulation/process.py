@@ -392,10 +392,11 @@ class Process:
             refill(content)
         self._begin_as_child(pid)
 
-    def fork(self, pid: int) -> None:
-        """Go on as a child with another id and with the parent's state; the parent is gone."""
-        self.machine.processes[self.pid] = SimpleNamespace(is_dead=True)
+    def fork(self, pid: int) -> Any:
+        """Go on as a child with another id and with the parent's state; returns what others see as the parent."""
+        parent = self.machine.processes[self.pid] = SimpleNamespace(is_dead=True, started=self.started)
         self._begin_as_child(pid)
+        return parent
 
     def _begin_as_child(self, pid: int) -> None:
         self.machine.processes[pid], self.pid, self.started = self, pid, pid
