@@ -121,7 +121,7 @@ class Publication(TaskCaller):
         if not is_waited_for:
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = decoration.digest(args, kwargs)
-        return self._queue_newest(call, digest, seconds, delay)
+        return self._queue_newest(call, digest, seconds, delay, is_waited_for=is_waited_for)
 
     def _needs_no_key(self) -> bool:
         """Whether the call is the running task's retry or replacement, is refused by Celery, or runs at once."""
@@ -218,14 +218,17 @@ class Publication(TaskCaller):
             if is_of_signal_handler(error):
                 raise
 
-    def _queue_newest(self, call: LockedCall, digest: str, most: float, until: Any) -> Any:
-        """Publish the task with its number; or give the newest task's result, if that is an equal call which waits."""
+    def _queue_newest(self, call: LockedCall, digest: str, most: float, until: Any, *, is_waited_for: bool) -> Any:
+        """Publish the task with its number; or give the newest task's result, if that is an equal call which waits.
+
+        If the server is away, a task that somebody waits for is published without a number: the worker gives it one.
+        """
         try:
             trigger = coalescing.queue_anew(call.server, call.key, self.app, self.id, digest)
         except TROUBLE as error:
             if is_of_signal_handler(error):
                 raise
-            return self._publish() if call.resolve_acquire(error) else call.result
+            return self._publish() if is_waited_for or call.resolve_acquire(error) else call.result
         if isinstance(trigger, bytes):
             emit(Busy, call.key, self.name, b"")
             return self._task.AsyncResult(trigger.decode())

@@ -316,6 +316,10 @@ def test_a_task_whose_result_others_wait_for_is_always_published(queue: Queue, k
     assert (published != first, published.is_duplicate) == (True, False)
     assert len(queue) == 2
     assert keys.holder().task_id == first.id
+    for when_down in (fail, skip):
+        down = unique(queue.app, "k", redis=CLOSED, when_busy=buffer_one(), when_down=when_down)
+        assert not down.apply_async(**{option: others.get(option, after)}).is_duplicate
+    assert len(queue) == 4
 
 
 def test_a_task_sent_by_name_or_sent_again_is_always_published(queue: Queue) -> None:
