@@ -41,7 +41,7 @@ class MessageChecker:
     """Finds what must not happen, while it happens and at the end.
 
     Attributes:
-        being_sent: the names of the triggers that producers are sending.
+        being_sent: the names of the triggers that producers are sending; one that is never published is so for ever.
     """
 
     def __init__(self, history: Any) -> None:
@@ -75,6 +75,11 @@ class MessageChecker:
     def was_unreachable(self) -> bool:
         """Whether some commands to the server were not answered, or answered late."""
         return self.had("cut", "late", "server away")
+
+    @property
+    def may_be_down(self) -> bool:
+        """Whether a call may find the server away: a number needs two keys of a slot, of which one may have moved."""
+        return self.was_unreachable or ("buffer_one" in self.plan.policies and self.had("slot"))
 
     def has_forgotten(self, since: float, until: float) -> bool:
         """Whether the server has lost all that it had stored, keys and completion markers, in this time.
@@ -116,7 +121,7 @@ class MessageChecker:
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
         works = {each.work for each in self.broker.published if each.id.encode() in value}
         was_lost, was_dropped = not works.isdisjoint(self.broker.lost), not works.isdisjoint(self.broker.dropped)
-        is_ended_so = was_dropped or not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit"}
+        is_ended_so = was_dropped or not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit", "own id"}
         is_moved = len({*self.plan.unique}) > 1 and is_ended_so
         came = {work: at for work, (at, _) in self.broker.dropped.items() if work in works}
         others = [(run, at) for run in self.history.runs for work, at in came.items() if run.work != work]
@@ -205,7 +210,7 @@ class MessageChecker:
         yield
         if not (trigger.is_sent and trigger.how in LATER):
             self.being_sent.remove(trigger.name)
-        may_be_skipped = self.plan.when_down == "skip" and self.was_unreachable
+        may_be_skipped = self.plan.when_down == "skip" and self.may_be_down
         has_equal = trigger.error is None and trigger.how not in HERE and not may_be_skipped
         if self.plan.policies == {"buffer_one"} and not trigger.is_sent and has_equal:
             for other in self.history.triggers.values():
@@ -235,7 +240,9 @@ class MessageChecker:
             self.problem("a second message", f"{trigger.name} beside {others}")
         may_hold = not self.plan.takeover and self.killed_since(self.history.now - _TRUSTED_FOR)
         may_hold |= bool(self.plan.at_least) or not self.only("publishing fails")
-        if not (trigger.is_sent or trigger.error or before or after or just_ended or may_hold):
+        ids = {self.history.triggers[name].id for name in before | after | just_ended}  # None while it is being sent
+        is_of_one = not ids.isdisjoint((trigger.id, None)) or (ids and trigger.id is None)
+        if not (trigger.is_sent or trigger.error or is_of_one or may_hold):
             self.problem("a duplicate of nothing", trigger.name)
 
     # of what has happened
@@ -293,8 +300,7 @@ def _no_key_without_a_run(history: Any, checker: MessageChecker) -> Problems:
 def _exceptions_are_documented(history: Any, checker: MessageChecker) -> Problems:
     is_documented = {
         "AlreadyRunning": not history.plan.policies.isdisjoint(("fail", "retry", "buffer_one")),
-        # A number needs two keys of a slot, of which one may have moved already.
-        "LockUnavailable": checker.was_unreachable or ("buffer_one" in history.plan.policies and checker.had("slot")),
+        "LockUnavailable": checker.may_be_down,
         "OperationalError": checker.had("publishing fails"),
     }
     for trigger in history.triggers.values():
@@ -347,7 +353,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
         return True
     has_run = any(run.end != "calls again" for run in trigger.runs)
     is_skipped = not plan.policies.isdisjoint(("skip", "buffer_one")) or ("default" in plan.policies and not has_run)
-    is_skipped |= plan.when_down == "skip" and checker.was_unreachable
+    is_skipped |= plan.when_down == "skip" and checker.may_be_down
     # A hook after a skip may put an end of its own in the place of None.
     return is_skipped and bool(outcomes & {"None", trigger.in_hook[1]})
 
@@ -393,9 +399,10 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         own = [end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends]
         returned = sum(end.startswith("'") for end in own)
         is_counted_right = returned == 1 and history.beside[trigger.name] == ["'other'"]
-        # What on_retry raises Celery stores as a failure, a rejection, too.
-        has_failed_in_hook = trigger.hooked is not None and not {"ValueError", "Reject"}.isdisjoint(own)
-        is_failed_chord = "ValueError" in ends or has_failed_in_hook or not is_counted_right
+        # What on_retry raises Celery stores as a failure, a rejection, too; so is what came of a busy key before.
+        has_failed_before = trigger.hooked is not None and not {"ValueError", "Reject"}.isdisjoint(own)
+        has_failed_before |= any(each.trigger is trigger for each in history.not_run)
+        is_failed_chord = "ValueError" in ends or has_failed_before or not is_counted_right
         has_failed |= trigger.how == "chord" and is_failed_chord
         if not (trigger.id in history.revoked or checker.was_lost(trigger) or has_failed):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
@@ -511,7 +518,7 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     published = {each.work.trigger for each in history.broker.published}
     # A producer may have been killed before it published.
     sent = [each for name, each in history.triggers.items() if each.id or name in published]
-    sent = [each for each in sent if each.error is None and each.how not in HERE]
+    sent = [each for each in sent if each.error is None and each.how not in (*HERE, "nothing")]
     if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in history.runs):
         return
     # A duplicate has the result of the task that waits.
@@ -529,7 +536,7 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     # A number whose reply was lost may be drawn after the newest. And `_may_end` says what may befall a used id.
     may_be_overtaken = checker.had("cut") and checker.had("late")
     may_be_overtaken |= sent[-1].how == "id" and checker.was_redelivered(sent[-1])
-    may_be_overtaken |= history.plan.when_down == "skip" and checker.was_unreachable
+    may_be_overtaken |= history.plan.when_down == "skip" and checker.may_be_down
     is_known = history.revoked or outcomes - _WAITS or others
     # A task that its time limit has killed before its run began is trusted to wait, like one whose message was lost.
     limited = [name for name, each in history.triggers.items() if each.how == "hard limit" and not each.runs]

@@ -113,7 +113,10 @@ class Hooked(Task):  # type: ignore[misc]
         own: dict[str, Any] = {"own id": {"task_id": f"own-{trigger.name}"}, "own countdown": {"countdown": 1}}
         own["own headers"] = {"headers": {**options.get("headers", {}), "own": 1}}
         publish = functools.partial(super().apply_async, args, kwargs, **{**options, **own.get(trigger.how, {})})
-        return playing().publish_later(trigger, publish) if trigger.how in LATER else publish()
+        if trigger.how not in LATER:
+            return publish()
+        trigger.id = options.get("task_id", trigger.id)
+        return playing().publish_later(trigger, publish) if trigger.how == "on commit" else None
 
     def hooked(self, when: str, *given: Any) -> None:
         args = next(each for each in given if isinstance(each, (list, tuple)))
@@ -200,6 +203,23 @@ class Run:
     ended: float | None = None
 
 
+_WIDE: dict[str, list[Any]] = {
+    "timeout": [None, None, 10.0, 3.5],
+    "takeover": [True, False],
+    "retry": [{}, {"countdown": 0.2}, {"max_retries": 2}],
+    "when_down": ["default", "retry", "carry_on", "skip"],
+    "recycles": [False, False, True],  # whether a child ends when it has ended a task
+    "rate_limit": [None, None, "60/m"],
+    "in_order": [True, False],  # else as where messages have priorities
+    "store_fails": [0.0, 0.0, 0.1],  # how probable it is that no result can be stored
+    "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
+}
+_WIDER = {
+    "deployment": [None, None, None, Cluster, Cluster, Sentinels, OwnClient],
+    "chords": [0.0, 0.2],  # how probable it is that a task is one of a chord's header
+}
+
+
 class MessageWorld(History):
     """One history of messages."""
 
@@ -235,33 +255,9 @@ class MessageWorld(History):
         "revoke": [0.08],
     }
     SINCE: ClassVar[list[Any]] = [
-        (
-            320_000_000,
-            {0},
-            {
-                "timeout": [None, None, 10.0, 3.5],
-                "takeover": [True, False],
-                "retry": [{}, {"countdown": 0.2}, {"max_retries": 2}],
-                "when_down": ["default", "retry", "carry_on", "skip"],
-                "recycles": [False, False, True],  # whether a child ends when it has ended a task
-                "rate_limit": [None, None, "60/m"],
-                "in_order": [True, False],  # else as where messages have priorities
-                "store_fails": [0.0, 0.0, 0.1],  # how probable it is that no result can be stored
-                "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
-            },
-            {"server away": [0.2, 0.1], "server forgets": [0.15], "other work": [0.15, 0.15]},
-        ),
-        (
-            356_000_000,
-            {0},
-            {
-                "deployment": [None, None, None, Cluster, Cluster, Sentinels, OwnClient],
-                "chords": [0.0, 0.2],  # how probable it is that a task is one of a chord's header
-            },
-            {},
-        ),
-        # How probable it is that a task has an `apply_async` of its own.
-        (362_000_000, {0, 1}, {"own": [0.0, 0.5]}, {}),
+        (320_000_000, {0}, _WIDE, {"server away": [0.2, 0.1], "server forgets": [0.15], "other work": [0.15, 0.15]}),
+        (356_000_000, {0}, _WIDER, {}),
+        (362_000_000, {0, 1}, {"own": [0.0, 0.5]}, {}),  # how probable it is that a task has its own `apply_async`
     ]
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
@@ -476,12 +472,12 @@ class MessageWorld(History):
             self.note(producer, "has sent", name, "published" if trigger.is_sent else f"duplicate {trigger.error}")
 
     def publish_later(self, trigger: Trigger, publish: Callable[[], Any]) -> None:
-        """Publish a task when its producer has gone on, as on commit; or never."""
+        """Publish a task when its producer has gone on, as on commit."""
 
         def later() -> None:
-            self.sleep(self.choose(f"commit of {trigger.name}", [0.01, 1.0, 3.0]) if trigger.how == "on commit" else 31)
+            self.sleep(self.choose(f"commit of {trigger.name}", [0.01, 1.0, 3.0]))
             with suppress(OperationalError):
-                trigger.id = publish().id if trigger.how == "on commit" else None
+                trigger.id = publish().id
             self.checker.being_sent.discard(trigger.name)
 
         self.spawn(this(), f"{this().name}/commit", later)
