@@ -61,9 +61,6 @@ class _Pinned:
             with suppress(IndexError):  # another thread has returned the last one
                 _return(*_dropped.pop())
         self.connection = pool.get_connection(*_NO_COMMAND)
-        # The guarded pool must not compare this id when the connection is returned. The exception that is handled now
-        # may have been collected by then, and a later one may have its id.
-        del self.connection.lent_during
         # No `__del__`: it would also run where there is no connection to drop, and an exception that a signal handler
         # raises in it is lost.
         self.drop = finalize(self, _drop, pool, self.connection)
@@ -82,6 +79,8 @@ def _drop(pool: Any, connection: Any) -> None:
 
 def _return(pool: Any, connection: Any) -> None:
     """Return a dropped connection to its pool. It is closed again, because its first closing may be interrupted."""
+    # An exception that is handled now does not interrupt this. That of the lending may be gone, and its id another's.
+    connection.lent_during = id(sys.exc_info()[1])
     try:
         connection.disconnect()
     finally:  # if this closing is interrupted, too, the guarded pool closes the connection
