@@ -107,7 +107,6 @@ def _kind_of(file: str, rooms: tuple[str, ...]) -> tuple[bool, bool]:
 
 
 EXCEPTIONS = {
-    "CARRIED_ON = object()": "at import",
     "self._bound_key = cache(": "when a function without parameters is decorated",
     'next(iter(self.signature.parameters), None) == "self"': "when a key is refused",
     "return _run_as(_switched_off": "locking is switched off: nothing to interleave",
