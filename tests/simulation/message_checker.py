@@ -125,7 +125,8 @@ class MessageChecker:
         is_moved = len({*self.plan.unique}) > 1 and is_ended_so
         came = {work: at for work, (at, _) in self.broker.dropped.items() if work in works}
         others = [(run, at) for run in self.history.runs for work, at in came.items() if run.work != work]
-        is_killed = any(run.began - _ONE_COMMAND <= at <= (run.ended or inf) + _ONE_COMMAND for run, at in others)
+        late = _ONE_COMMAND + self.history.latest  # its worker's command
+        is_killed = any(run.began - late <= at <= (run.ended or inf) + _ONE_COMMAND for run, at in others)
         is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
         runs = [run for each in tasks for run in each.runs if b'"attempt":%d,' % run.work.attempt in value]
         has_had_its_key = runs and self.plan.when_down != "carry_on"
@@ -368,10 +369,11 @@ def _no_task_that_can_wait_is_refused(history: Any, _checker: MessageChecker) ->
             yield "a task was refused", f"{work} of {trigger.how}"
 
 
-def _duplicates_have_a_result(history: Any, _checker: MessageChecker) -> Problems:
+def _duplicates_have_a_result(history: Any, checker: MessageChecker) -> Problems:
     """A duplicate gets the result of a task that was published, if no call runs or keeps one without a message."""
     triggers, published = history.triggers.values(), {each.id for each in history.broker.published}
-    if {each.how for each in triggers}.isdisjoint((*HERE, *LATER, "own id")):
+    is_asked = not checker.had("publishing fails")  # of that which had the key meanwhile
+    if is_asked and {each.how for each in triggers}.isdisjoint((*HERE, *LATER, "own id")):
         for trigger in [each for each in triggers if each.result is not None and not each.is_sent]:
             if trigger.id not in published:
                 yield "a duplicate without a result", f"{trigger.name}: {trigger.id}"

@@ -478,7 +478,7 @@ class MessageWorld(History):
             self.sleep(self.choose(f"commit of {trigger.name}", [0.01, 1.0, 3.0]))
             with suppress(OperationalError):
                 trigger.id = publish().id
-            self.checker.being_sent.discard(trigger.name)
+                self.checker.being_sent.discard(trigger.name)
 
         self.spawn(this(), f"{this().name}/commit", later)
 
