@@ -65,7 +65,8 @@ def _print(line: str, *, is_problem: bool = False) -> None:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    # Before the command or after it; so there is no default, or that would replace what was written before it.
+    # These options may stand before the command or after it. They have no default, because the default of the command's
+    # parser would replace a value that stands before the command.
     everywhere = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     add = everywhere.add_argument
     add("--redis", metavar="URL", help="the server, if it is another than the configured one")
@@ -125,14 +126,14 @@ def _list(given: argparse.Namespace, app: Any) -> int:
 
 
 def _show(given: argparse.Namespace, app: Any) -> int:
-    found = _find(given.key, app)
-    if found is None:
+    entry = _find(given.key, app)
+    if entry is None:
         _print(f"{printable(given.key)} is free", is_problem=True)
         return 1
     if given.json:
-        _print(json.dumps(_facts(found)))
+        _print(json.dumps(_facts(entry)))
     else:
-        for name, value in _facts(found).items():
+        for name, value in _facts(entry).items():
             _print(f"{name.replace('_', ' ') + ':':<12} {_cell(value, name)}")
     return 0
 
@@ -161,21 +162,21 @@ def _find(key: str, app: Any) -> Held | None:
     return held_key(key, app=app) or (held_key(unescaped, app=app) if unescaped != key else None)
 
 
-def _free(key: str, found: Held | None, app: Any, *, force: bool) -> int:
+def _free(key: str, entry: Held | None, app: Any, *, force: bool) -> int:
     """Free a key, unless its holder may live or is not ours, and print the outcome; returns the exit status."""
-    if found is None:
+    if entry is None:
         reason = "it is free"
-    elif not found.value:
+    elif not entry.value:
         reason = "it holds a value of another type, which cannot be compared; redis-cli deletes it"
-    elif found.holder is None and not force:
-        reason = f"it is not a key of only_one, but holds {_cell(_value(found))}; --force frees it all the same"
-    elif found.process in _NOT_DEAD and not force:
-        reason = f"{found.holder} is {_NOT_DEAD[found.process]}; --force frees it all the same"
-    elif release_key(found.key, found.value, app=app):
-        _print(f"{printable(found.key)} was freed, held by {found.holder or _cell(_value(found))}")
+    elif entry.holder is None and not force:
+        reason = f"it is not a key of only_one, but holds {_cell(_value(entry))}; --force frees it all the same"
+    elif entry.process in _NOT_DEAD and not force:
+        reason = f"{entry.holder} is {_NOT_DEAD[entry.process]}; --force frees it all the same"
+    elif release_key(entry.key, entry.value, app=app):
+        _print(f"{printable(entry.key)} was freed, held by {entry.holder or _cell(_value(entry))}")
         return 0
     else:
-        key, reason = found.key, "it has another holder now, or none"
+        key, reason = entry.key, "it has another holder now, or none"
     _print(f"{printable(key)} was not freed: {reason}", is_problem=True)
     return 1
 
@@ -184,12 +185,12 @@ _COMMANDS = {"list": _list, "show": _show, "release": _release}
 _NOT_DEAD = {"alive": "alive", "unknown": "not known to be dead"}
 
 
-def _facts(found: Held) -> dict[str, Any]:
+def _facts(entry: Held) -> dict[str, Any]:
     """The facts about a key, None if unknown."""
-    holder = found.holder
-    free_by = _free_by(found)
+    holder = entry.holder
+    free_by = _free_by(entry)
     return {
-        "key": found.key,
+        "key": entry.key,
         "state": holder.state if holder else "foreign",
         "task": holder.name if holder else None,
         "id": holder.task_id if holder else None,
@@ -198,27 +199,27 @@ def _facts(found: Held) -> dict[str, Any]:
         "since": _time(holder.since) if holder else None,
         "age": max(0, round(time.time() - holder.since)) if holder else None,
         "free_by": None if free_by is None else _time(free_by),
-        "process": found.process,
+        "process": entry.process,
         "attempt": holder.attempt if holder else None,
-        "expires_in": found.expires_in,
-        "value": _value(found),
+        "expires_in": entry.expires_in,
+        "value": _value(entry),
     }
 
 
-def _free_by(found: Held) -> float | None:
+def _free_by(entry: Held) -> float | None:
     """When a key is free at the latest, in seconds since the epoch; None if nobody knows."""
-    if found.expires_in is None:
+    if entry.expires_in is None:
         return None
-    expires_at = time.time() + found.expires_in
-    if found.process in (None, "dead"):  # nobody renews it
+    expires_at = time.time() + entry.expires_in
+    if entry.process in (None, "dead"):  # nobody renews it
         return expires_at
     # A living process may renew the key until the deadline. If that has passed, the run has called `extend`.
-    deadline = found.holder and found.holder.deadline
+    deadline = entry.holder and entry.holder.deadline
     return max(expires_at, deadline) if deadline and deadline >= time.time() else None
 
 
-def _value(found: Held) -> str:
-    return found.value.decode(errors="backslashreplace") if found.value else "a value of another type"
+def _value(entry: Held) -> str:
+    return entry.value.decode(errors="backslashreplace") if entry.value else "a value of another type"
 
 
 def _time(moment: float) -> str | None:
@@ -250,7 +251,8 @@ with suppress(ImportError):  # click comes with Celery
         sys.exit(main(arguments, program="celery only-one", app=context.obj.app))
 
 
-if "celery" in sys.modules:  # Celery has loaded this command: from now on, a worker's main process hears of its tasks
+# Celery loads this command in a worker's main process, too. The import connects our handlers to Celery's signals there.
+if "celery" in sys.modules:
     from .celery import async_tasks  # noqa: F401
 
 

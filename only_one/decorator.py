@@ -157,7 +157,7 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
         The decorated function or task; or a decorator, if no function is given.
 
     Raises:
-        KeyTemplateError: for a key that cannot work.
+        KeyTemplateError: for a key that cannot work, or a ``work_id`` with other parameters.
         ConfigurationError: for an option that cannot work, or an object that cannot be decorated.
             Each call of a Celery task that is made of an async function raises it, too, because
             Celery would not await the function.
@@ -202,7 +202,7 @@ def is_task(target: Any) -> bool:
 
 
 def configured_by_app(app: Any) -> tuple[Options, Callable[[], Source | None]]:
-    """The options in a Celery app's configuration, and a function that gives its server; None is the current app."""
+    """The options in an app's configuration, and a function that gives its server; for None, the current app's."""
     if _CELERY not in sys.modules:
         return {}, lambda: None
     from only_one.celery import app_settings  # noqa: PLC0415 - not before Celery is there
@@ -243,7 +243,7 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     # Celery checks the arguments of `.delay()` by the signature, and does not follow `__wrapped__` to find it.
     wrapper.__signature__ = signature
     wrapper.__only_one__ = decoration
-    if "celery" in sys.modules:  # our room listens from now on, in a worker's main process, too
+    if "celery" in sys.modules:  # the import connects our handlers to Celery's signals, in a worker's main process, too
         from only_one.celery import async_tasks  # noqa: PLC0415 - not before Celery is there
 
         if wrapper is async_wrapper:
@@ -294,7 +294,8 @@ def signature_of(function: Any) -> inspect.Signature:
         instead = "write @only_one above the function that consumes it"
         problem = f"the generator function {function.__name__}, whose call returns before its body has run: {instead}"
     else:
-        # Celery's wrapper for autoretry copies the signature of a bound method's function, which has the object, too.
+        # Celery's autoretry wraps a bound method, and copies the `__signature__` of its function, which has the object
+        # as first parameter. So the signature is that of the bound method.
         wrapped = getattr(function, "__wrapped__", None)
         try:
             return signatures.signature(wrapped if inspect.ismethod(wrapped) else function)

@@ -29,7 +29,7 @@ _TRANSLATORS = ("redis", "only_one", "socket")
 """The packages that raise an exception of their own in place of another."""
 
 _KNOWN = frozenset({"redis", "hiredis", "gevent", "eventlet", "only_one", "builtins", *sys.stdlib_module_names})
-"""The packages whose code sends a command and raises its errors. A user's own code may be in between."""
+"""The packages whose code sends a command and raises its errors. Another package in a traceback is the user's code."""
 
 RAW = {"NEVER_DECODE": True, "get": True}
 """Options of redis-py: replies come as bytes, also from clients that decode, and SET with GET gives the old value."""
@@ -106,7 +106,8 @@ def is_of_signal_handler(error: BaseException) -> bool:
     frames = _frames_of(error)
     if any(map(_was_called_by_signal, frames[1:], frames)):
         return True
-    # An exception of another thread has no frame of its own. So it is one of a class that this code does not raise.
+    # An exception that another thread raises here has no frame of its own. It is recognized by its class, which is of
+    # no known package. If a frame is of another package, too, that code, such as the user's, may have raised it.
     is_known = type(error).__module__.partition(".")[0] in _KNOWN
     return not is_known and _KNOWN.issuperset(map(_package_of, frames))
 

@@ -58,7 +58,10 @@ class AlreadyRunning(HasHolder, OnlyOneError):
 
     @property
     def task_id(self) -> str | None:
-        """The id of the Celery task that holds the key; None if the holder is not a task, or not known."""
+        """The id of the Celery task that holds the key, or the id that ``work_id`` returned for the holder.
+
+        None if the holder has neither, or is not known.
+        """
         return task_id_of(self.value)
 
     def __str__(self) -> str:
@@ -117,7 +120,11 @@ class LockUnavailable(OnlyOneError):
 
 
 class KeyTemplateError(OnlyOneError, ValueError):
-    """A key template, or a ``key`` callable, that cannot work; raised when decorating. Also a ValueError."""
+    """A key template, or a ``key`` or ``work_id`` callable, that cannot work. Also a ValueError.
+
+    It is raised when decorating. Exception: each call raises it if the key can work for a bound task only, and there is
+    no such task.
+    """
 
 
 class UnkeyableArgument(OnlyOneError, TypeError):

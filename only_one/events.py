@@ -32,7 +32,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Acquired(Event):
-    """A call acquired its key and runs; logged at DEBUG.
+    """A call acquired its key, and runs, unless its work is done already; logged at DEBUG.
 
     Attributes:
         key: the key as it is in Redis, with its prefix.
@@ -87,7 +87,9 @@ def _when_free(holder: Holder, now: float) -> str:
 
 @dataclass(frozen=True)
 class Reclaimed(HasHolder, Event):
-    """A call took over the key of a dead holder, or of a run that this very process has forgotten; logged at WARNING.
+    """A call took over the key of a run whose process has died; logged at WARNING.
+
+    A key is taken over without an event if a waiting task has it, or if an ended call of this very process left it.
 
     Attributes:
         key: the key as it is in Redis, with its prefix.
@@ -111,8 +113,10 @@ class Released(Event):
         name: the name of the task or function.
         outcome: ``"held"`` (the key was ours until now), ``"gone"`` (the key was missing, as it is
             after a release whose first reply was lost, too), ``"taken"`` (the key had another
-            holder, and was left alone), ``"unknown"`` (the server could not be asked; the key is
-            released in the background), or ``"kept"`` (the key stays for the rest of ``at_least``).
+            holder, and was left alone), ``"unknown"`` (the server could not be asked, an exception
+            interrupted the call, or the key expired before its retained value was stored; the
+            release goes on in the background), or ``"kept"`` (the key stays for the rest of
+            ``at_least``).
         seconds: the seconds from the question for the key to the end of its release.
     """
 

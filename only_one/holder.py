@@ -23,7 +23,8 @@ class Holder:
             are the producer's; ``"received"`` once a worker has received the task and has not begun
             it: then they are the main process's.
         name: the name of the task or function.
-        task_id: the id of the Celery task, or of another queue's job; None for a plain function.
+        task_id: the id of the Celery task, or of another queue's job, or the id that ``work_id`` has returned; None
+            for any other function.
         attempt: the number of its retries so far; None for a plain function, and where it is not known.
         machine: the host name, boot id, pid and time namespace in one.
         host: the host name.
@@ -31,8 +32,9 @@ class Holder:
         process_start: when that process began, in clock ticks since boot; None if that cannot be
             read.
         since: when the key was acquired, or the task queued or received, in seconds since the epoch.
-        deadline: when the key is free at the latest, in seconds since the epoch; None without a
-            ``timeout``. It does not change when the run calls ``extend``.
+        deadline: when the key is free at the latest, in seconds since the epoch: by ``timeout`` for a
+            run, by ``at_least`` for a kept key, by the longest wait for a queued or received task.
+            None for a run without a ``timeout``. It does not change when the run calls ``extend``.
         replacement: how often the Celery task was replaced so far, by ``Task.replace``.
         queue: whose job ``task_id`` names: ``"rq"``, ``"dramatiq"``, ``"arq"``, or ``"celery.map"`` for an item of
             that task; None for a Celery task, a plain function, and a job that ``work_id`` names.
@@ -65,7 +67,7 @@ class Holder:
 
 
 def task_id_of(value: str | bytes) -> str | None:
-    """The id of the Celery task that ``value`` names; None if it names none."""
+    """The id of the Celery task that ``value`` names, or the id that ``work_id`` returned; None if it has neither."""
     holder = Holder.parse(value)
     return holder.task_id if holder and holder.queue is None else None
 

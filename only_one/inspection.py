@@ -34,8 +34,9 @@ class Held(NamedTuple):
             hash and the like.
         expires_in: seconds until the key expires, unless it is renewed, and at least 0; None for
             never.
-        process: whether the holder's process was alive: ``"alive"``, ``"dead"``, or ``"unknown"``
-            from another machine; None if no process holds the key.
+        process: whether the holder's process was alive: ``"alive"``, ``"dead"`` (also if its call has
+            ended without releasing the key), or ``"unknown"`` (it is on another machine, or this
+            machine cannot be identified); None if no process holds the key.
     """
 
     key: str
@@ -205,9 +206,9 @@ def _scan(client: Any, pattern: str) -> Iterator[Held]:
         _learn_new_nodes(client)
     scanned = client.scan_iter(match=pattern, count=_AT_ONCE, NEVER_DECODE=True)
     seen: set[bytes] = set()  # SCAN may show a key more than once
-    while found := set(islice(scanned, _AT_ONCE)):
-        yield from _read(client, list(found - seen))
-        seen |= found
+    while batch := set(islice(scanned, _AT_ONCE)):
+        yield from _read(client, list(batch - seen))
+        seen |= batch
 
 
 def _learn_new_nodes(client: Any) -> None:

@@ -56,8 +56,9 @@ def check(given: Options, others: Options) -> Options:
 
     Args:
         given: the options by name.
-        others: options that apply beside them: no ``lease`` may be longer than a ``timeout``,
-            wherever each is set.
+        others: the options that ``configure`` has set before; none for a decorator and an app,
+            whose options are compared with each other only.
+            No ``lease`` and no ``at_least`` may be longer than the ``timeout`` of both together.
 
     Returns:
         The same options, with times in seconds.

@@ -144,8 +144,8 @@ class Decoration:
         template: the key as it was given.
         own: the decorator's options.
         signature: the function's.
-        app_options: gives the options of a Celery app's configuration, and a function that gives its own server; None
-            is the current app.
+        app_options: takes a Celery app, or None for the current app; gives the options of its configuration, and a
+            function that gives its own server.
         is_unique: whether it is the run of a task that is unique from queued to finished, retries included.
         work_id: gives what ``work_id`` returns for a call, positional and keyword; None if there is no such option.
         plain: the caller of a plain function.

@@ -1,4 +1,4 @@
-"""The identity of a job in queues other than Celery (RQ, Dramatiq, arq), and how a call meets its own previous attempt.
+"""Jobs of queues other than Celery (RQ, Dramatiq, arq): their identity, and a key that a previous attempt holds.
 
 If a worker is killed, its queue may give the job to another machine, while the key still names the dead attempt.
 Such a key must not make the job skip. It is not taken over either, because the previous attempt may be alive.
@@ -153,9 +153,9 @@ class JobCaller(Caller):
     def is_held_by_own(self, value: bytes) -> bool:
         """Whether ``value`` is that of a previous attempt of this job, or of a redelivery of this attempt.
 
-        A later attempt is none: it makes this one out of date, or is other work whose id is used again.
-        Other calls of this very start are none, though they have the job's identity: those that its run makes, those
-        beside it, and those in a child that the job has forked.
+        A later attempt does not count: it makes this one out of date, or is other work whose id is used again.
+        The other calls of the same start do not count, though they have the job's identity: calls that its run makes,
+        calls beside it, and calls in a child that the job has forked.
         """
         holder, process = Holder.parse(value), this_process()
         if holder is None or holder.state != "running":
@@ -171,12 +171,19 @@ class JobCaller(Caller):
         return holder.machine != process.machine or not self._is_beside(holder)
 
     def _is_beside(self, holder: Holder) -> bool:
-        """Whether the holder, in another process of this machine, is of this very start: the job has forked either."""
+        """Whether the holder, in another process of this machine, is of the same start.
+
+        Then the job has forked the holder's process, or this process, or both.
+        """
         pids = (holder.job_pid,) if self._job_pid is None else (holder.job_pid, holder.pid)
         return holder.attempt == self._job.attempt and (self._job_pid or os.getpid()) in pids
 
     def waits(self, call: Call, left: float) -> float:
-        """Seconds until the key is asked for again; 0 if the job is requeued, or has waited for as long as it may."""
+        """Seconds until the key is asked for again; 0 if ``on_busy`` decides now.
+
+        It decides if the queue can requeue the job, if a wait would block an event loop, if the key lives for longer
+        than the lease, or if the job has waited for that long.
+        """
         self._left = max(left, 0.01)
         would_block = not isinstance(call, AsyncLockedCall) and _is_in_event_loop()
         if self._job.requeue or would_block:

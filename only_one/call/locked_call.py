@@ -36,7 +36,10 @@ CARRIED_ON = object()
 
 
 class LockedCall(Call):
-    """One call that asks for its key. As a context manager it releases the key after any exception.
+    """One call that asks for its key.
+
+    As a context manager it releases the key after any exception, and raises ``LockLost`` at the end of the block if the
+    run has lost its key and ``when_lost`` is ``fail``.
 
     Attributes:
         waits_until_told: whether the call ends only after ``when_lost`` has returned, if the loss is seen at its end.
@@ -72,7 +75,7 @@ class LockedCall(Call):
         self._asked_at = now()  # before SET, so the holder never takes the key for its own after the expiry
 
     def __enter__(self) -> None:
-        active_tokens[self.token] = self.caller  # before SET, too: to others in this process the token is alive
+        active_tokens[self.token] = self.caller  # before SET, so no other call of this process takes the key over
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self.ended_by = None  # the traceback refers to this call, whose arguments would live until garbage is collected
@@ -90,7 +93,12 @@ class LockedCall(Call):
             raise lost
 
     def acquire(self) -> Commands[bytes | Exception | None]:
-        """Acquire the key: None if it is ours, else the value stored there, or the error of the server."""
+        """Acquire the key, and set ``pause`` if a previous attempt of the caller's work holds it.
+
+        Returns:
+            None if the key is ours, else the value that is stored there, or the error of the server or of a thread that
+            cannot be started.
+        """
         if self.options.lease is not None and (error := start_thread()):  # before SET: the key could not be renewed
             self._stage = None
             return error
@@ -136,7 +144,10 @@ class LockedCall(Call):
         return self.options.takeover and is_dead(value)
 
     def resolve_acquire(self, acquired: bytes | Exception | None) -> bool:
-        """Whether the function may run, by the result of ``acquire``. If not, ``result`` is the result of the call."""
+        """Whether the function may run, by the result of ``acquire``.
+
+        If not, ``pause`` says when the key is asked for again; if it is 0, ``result`` is the result of the call.
+        """
         self._may_come_late = unanswered.get() != self._unanswered
         if isinstance(acquired, bytes):
             if self._may_come_late:
@@ -182,7 +193,7 @@ class LockedCall(Call):
             # A server that refuses has stored nothing, and no other write is in flight, unless SET was sent twice.
             self.clean_up(no_write_in_flight=isinstance(problem, ResponseError))
         error = LockUnavailable(self.key, self.server.describe(problem))
-        problem.__suppress_context__ = True  # redis-py's text has that of its context, the system's error
+        problem.__suppress_context__ = True  # the text of redis-py's error has that of its context, the system's error
         error.__cause__ = problem.with_traceback(None)
         emit(Down, self.key, self.caller.name, error)
         return self._ask(self.caller.on_down(self), error)
@@ -247,7 +258,8 @@ class LockedCall(Call):
         """Release the key in the background, or store a retained value: the token may be stored there.
 
         Args:
-            no_write_in_flight: whether the server has finished all commands of this release or acquire.
+            no_write_in_flight: whether the server has finished every SET of the token, if none was sent twice. A
+                release may still be in flight.
             retained: the value to store in place of the token.
         """
         is_final = no_write_in_flight and not self._may_come_late

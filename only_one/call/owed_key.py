@@ -41,9 +41,9 @@ class Withdrawal(PendingRelease):
     number: int | None
 
     def of_a_retry(self) -> "Withdrawal":
-        """The withdrawal of a task whose retry waits: it leaves only the note, as value and number are the retry's.
+        """The withdrawal of a task whose retry waits: it only leaves the note. Value and number are the retry's.
 
-        So its ``token`` is the name of the note, which is in no value.
+        So its ``token`` is the name of the note: no value has that in it, and none is deleted.
         """
         return replace(self, token=self.note.encode(), number=None)
 

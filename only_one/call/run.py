@@ -110,7 +110,7 @@ async def _run_as_async(lease: Lease, decoration: Decoration, args: Args, kwargs
 
 
 def _checked(decoration: Decoration, result: Any) -> Any:
-    """The result of a function, unless its code is yet to run: the key would be released before.
+    """The result of a function, unless the result has code that is yet to run: the key would be released before that.
 
     Raises:
         ConfigurationError: for a coroutine, a generator, a context manager and the like.

@@ -23,7 +23,10 @@ NO_LIMIT = 2**31
 """The number of connections of a pool that makes as many as its commands ask for."""
 
 _MOST_CONNECTIONS = 32
-"""The most connections of one event loop. To open many more at once takes longer than a connection may take."""
+"""The most connections of one client: each event loop has a client for each server.
+
+To open many more at once takes longer than a connection may take.
+"""
 
 
 class AsyncClient:
@@ -260,9 +263,9 @@ class _Sentinels(sentinel.Sentinel):
 
 
 class _Cluster(RedisCluster):
-    """A cluster's client that sends a command again only if the cluster has refused it, and looks for slots once.
+    """A cluster's client that sends a command again only if the cluster has refused it.
 
-    All other errors are left to the driver.
+    All other errors are left to the driver. Commands that wait for the slots wait for one look at them.
     """
 
     ERRORS_ALLOW_RETRY: Any = (exceptions.ClusterDownError, exceptions.SlotNotCoveredError)

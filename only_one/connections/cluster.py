@@ -97,7 +97,7 @@ class _ClusterNode(Node):
         self._nodes = nodes
 
     def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
-        """See ``Node``; a command whose slot has moved is sent on."""
+        """See ``Node``; a command with the reply ASK is sent on, and one with the reply MOVED keeps its error."""
         replies = self.send_here(commands, pause)
         self._nodes.follow(self, commands, replies)
         return replies

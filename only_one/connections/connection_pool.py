@@ -78,8 +78,9 @@ def _drop(pool: Any, connection: Any) -> None:
 
 
 def _return(pool: Any, connection: Any) -> None:
-    """Return a dropped connection to its pool. It is closed again, because its first closing may be interrupted."""
-    # An exception that is handled now does not interrupt this. That of the lending may be gone, and its id another's.
+    """Return a dropped connection to its pool, and close it again: the first closing may have been interrupted."""
+    # `release` closes a connection if an exception is handled whose id is not `lent_during`. The exception that is
+    # handled here has interrupted nothing. The id of the lending is out of date: another exception may have it by now.
     connection.lent_during = id(sys.exc_info()[1])
     try:
         connection.disconnect()

@@ -39,13 +39,13 @@ def _renew_locks() -> None:
             locks = {name: lock for name, lock in each.items() if type(lock) in makers}
             each.update({name: new.setdefault(lock, makers[type(lock)]()) for name, lock in locks.items()})
             left += [part for name, part in each.items() if name not in _SLOTS]
-        elif _has_locks(each.__class__) and hasattr(each, "__dict__"):
+        elif _is_searched(each.__class__) and hasattr(each, "__dict__"):
             left.append(vars(each))  # one dict for a guarded client and its original, so it is seen once
 
 
 @cache
-def _has_locks(kind: type) -> bool:
-    """Whether a class is redis-py's or ours, or a subclass of one."""
+def _is_searched(kind: type) -> bool:
+    """Whether the objects of a class are searched for locks: it is redis-py's or ours, or a subclass of one."""
     return any(base.__module__.startswith(("redis.", "only_one.")) for base in kind.__mro__)
 
 

@@ -31,7 +31,7 @@ from .server_features import Features
 from .timeouts import OUR_TIMEOUTS, with_short_timeouts
 
 Source = Union[str, Any, Callable[[], Any]]
-"""A URL, a client, or a callable that returns a client."""
+"""A URL, a client, or a callable that returns a client or a URL."""
 
 _ADVICE = {
     "WRONG_VERSION|record layer|Timeout connecting.*SSL": "if the port has no TLS, write redis:// in place of rediss://",
@@ -274,7 +274,7 @@ _asked: set[str] = set()  # the addresses of the servers that have replied
 
 
 def eviction_warning(client: Any) -> str | None:
-    """Ask a server whether it evicts keys when its memory is full: one round trip, once in the life of the process.
+    """Ask a server whether it evicts keys when its memory is full: one round trip, not repeated once it has replied.
 
     The ``volatile-`` policies evict our keys, too, because these expire.
 

@@ -138,7 +138,7 @@ def _choices(arguments: Arguments, missing: str = "name") -> str:
 
 
 def make_text(field: Field, arguments: Arguments, escape: Callable[[str], str]) -> MakeKey:
-    """The function that gives the text of a field without a problem."""
+    """The function that gives the text of a field in which ``field_problem`` sees no problem."""
     if field.path == "name":
         return lambda name, _args, _kwargs: escape(name)
     if field.path == "md5":
@@ -171,7 +171,7 @@ def _text_of_all(arguments: Arguments) -> MakeKey:
             return digest(values)
         except UnknownType as error:
             culprit, value = "", None
-            # Each value is digested in a list, as all are above, so that a value that was nested too deeply is again.
+            # Each value is digested in a list, because all values were: so one that was nested too deeply raises again.
             with suppress(UnknownType):
                 for culprit, value in zip(arguments.call.parameters, values, strict=True):
                     digest([culprit, value])

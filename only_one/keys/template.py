@@ -33,7 +33,7 @@ def compile_key(key: object, call: Signature) -> MakeKey:
 
     Args:
         key: a template, such as ``"{name}:{feed_url:md5}"``, or a callable that takes the arguments of the call.
-        call: the function's signature, without the bound task.
+        call: the function's signature; for the calls of a bound task, without the task itself.
 
     Returns:
         A function that makes the key of one call.

@@ -1,4 +1,4 @@
-"""The lock's commands and Lua scripts, as command generators: acquire, release, replace, and the scripts of others."""
+"""The lock's commands and Lua scripts, as command generators: acquire, release, replace, renew and fence."""
 
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Union
@@ -141,7 +141,7 @@ def acquire(features: Features, key: Key, token: bytes, seconds: float | None) -
         seconds: how long the key lives, unless it is renewed; None for ever.
 
     Returns:
-        None if the key is ours, else the value that is stored there.
+        None if the key is ours, else the value that is stored there; empty if the key was busy and missing in turn.
     """
     expiry = _expiry_in(seconds) if seconds is not None else ()
     if features.sets_and_gets:

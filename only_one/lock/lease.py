@@ -1,4 +1,4 @@
-"""The lease of a run: how long its key is held, and what ``current_lock`` tells the run, lets it extend or count."""
+"""The lease of a run: how long it holds its key, how it lengthens that, its fencing token, and ``current_lock``."""
 
 import time
 from collections.abc import Callable
@@ -114,7 +114,7 @@ class Lease:
         return "overrun" if moment >= self.ends_at else "expired"
 
     def reason_by(self, reply: object) -> str:
-        """Why the key is lost, by the value that is stored there; None if there is no value."""
+        """Why the key is lost. ``reply`` is the value that is stored there, or None if the key is missing."""
         if reply is not None:
             return "taken"
         moment = now()
@@ -176,6 +176,8 @@ class Lease:
         A run may go on after it has lost its key, and write late. A store is safe from that if each
         write carries the fencing token, and the store refuses a token that is lower than the
         highest it has seen.
+        Exception: the number may be lower if the server's clock was set back, and the server has
+        lost or forgotten the last number, which it remembers for a day.
         The token is made on first use, at the cost of one round trip.
         Fencing tokens are the idea of Martin Kleppmann, in "How to do distributed locking".
 

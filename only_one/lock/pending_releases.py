@@ -75,7 +75,7 @@ class PendingReleases(dict[bytes, PendingRelease]):
     """The pending releases of one process, by token."""
 
     def add(self, pending: PendingRelease) -> None:
-        """Add a release. At the limit the oldest is forgotten, because its key has the least time left."""
+        """Add a release. At the limit the oldest is forgotten, because its key is likely to expire first."""
         if len(self) >= _MOST:
             self.end(next(iter([*self.values()]), pending))  # of a copy, because other threads change the dict
         self[pending.token] = pending
@@ -90,7 +90,7 @@ class PendingReleases(dict[bytes, PendingRelease]):
             active_tokens.pop(pending.token, None)
 
     def release_due(self) -> None:
-        """Try all releases that are due, in one trip to each node."""
+        """Try the releases that are due, in trips to one node each, for as long as a turn may take."""
         moment = now()
         due_now = [each for each in list(self.values()) if each.try_at <= moment]
         # The longest due come first: else releases that are repeated would keep new ones from their first turn.

@@ -28,6 +28,7 @@ from .lease import Lease
 from .pending_releases import PendingRelease, PendingReleases
 
 _LOOKED_AT_AGAIN_AFTER = 60.0
+"""Seconds until a server that could not be asked for its eviction policy is asked again."""
 
 # Both calls import modules. If a thread imported them later, at the first host name or connection, a child that is
 # forked meanwhile would wait for the import for ever.
@@ -126,8 +127,8 @@ class _Renewer:
             with suppress(Empty):
                 self.wakes_at = due = min(due, self.woken.get_nowait())
                 continue
-            # After `get_nowait` the queue's lock is taken. Else CPython would wait without a limit if the time were
-            # over before it has taken the lock.
+            # The `get_nowait` that found the queue empty has acquired the queue's lock: so this `get` waits for that
+            # at once. Else CPython would first acquire it, and wait without a limit if the time was over by then.
             with suppress(Empty):
                 self.wakes_at = due = min(due, self.woken.get(timeout=min(pause, threading.TIMEOUT_MAX)))
 

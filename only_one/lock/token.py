@@ -50,7 +50,9 @@ def this_process() -> _Process:
 
 
 active_tokens: dict[bytes, object] = {}
-"""The tokens of this process whose calls have not ended, with the callers. No run holds another token of this process.
+"""The tokens of this process whose calls have not ended, or whose retained values are yet to be stored, with callers.
+
+A token of this process that is not among them is held by no run, and its key may be taken over.
 
 A forked child begins without any: a call that was under way at the fork stays the parent's.
 """
