@@ -186,7 +186,7 @@ def test_a_warning_names_what_a_task_may_not_do(
             assert answer.get(timeout=LIMIT) == 1
     ours = [each for each in caplog.records if each.name == "only_one"]
     (warning,) = [each.getMessage() for each in ours if each.levelname == "WARNING"]
-    assert warning.startswith(f"what is known of the messages of {answer.id} cannot be asked or noted")
+    assert warning.startswith(f"the completion marker or number of {answer.id} cannot be read or written")
 
 
 def test_another_database(own_server: RedisServer, admin: Any) -> None:

@@ -1,3 +1,3 @@
 """Celery: tasks, settings, enqueue, requeue, redelivery and signals. The only package that imports Celery."""
 
-from . import ended_tasks as ended_tasks  # which listens to signals, whatever is imported from here
+from . import ended_tasks as ended_tasks  # connects the signal handlers, whichever module is imported

@@ -49,7 +49,7 @@ def app_options(app: Celery | None) -> tuple[Options, Callable[[], Source | None
     configured: dict[str, Any] = {name: app.conf.get(f"only_one_{name}") for name in CONFIGURABLE}
     _warn_of_others(app)
     path = configured["when_busy"]
-    try:  # this returns a value that is no name as it is
+    try:  # a value that is no str is returned unchanged
         configured["when_busy"] = _import_by_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         instead = "write 'only_one.fail' or 'package.module.name'"

@@ -29,7 +29,7 @@ def refuse_async_tasks() -> None:
 
 
 def _refuse_in_app(app: Celery) -> None:
-    """Do the same in an app that is created later, also for the tasks that it has made by now."""
+    """Do the same in an app that is finalized later, also for the tasks that it has made by then."""
     app.annotations = annotations = _Annotations(app)
     for task in app.tasks.values():
         annotations.annotate(type(task))

@@ -30,21 +30,21 @@ def remembered_for(app: Celery) -> float:
     return max(2 * visibility_timeout(app), 3600.0)
 
 
-def waits_for(app: Celery, queue_timeout: float, expires: Any, until: Any) -> float:
+def waits_for(app: Celery, queue_timeout: float, expires: Any, eta: Any) -> float:
     """Seconds for which a task that is queued now keeps its key.
 
     Args:
         app: the task's app.
         queue_timeout: seconds for a task that does not expire, from when it may begin.
-        expires: when the worker no longer begins it, in one of Celery's forms; or None.
-        until: when it may begin, in seconds or as a time; None for at once.
+        expires: when the worker no longer begins it: seconds from now, a time or its ISO 8601 text; None for never.
+        eta: when it may begin: seconds from now, or a time; None for at once.
 
     Returns:
         The seconds, at most ten years, also if it expires in the year 9999; 0 or fewer for a task that has expired.
     """
     if expires is not None:
         return min(_seconds_until(app, expires), LONGEST)
-    return min(queue_timeout + max(0.0, _seconds_until(app, until or 0)), LONGEST)
+    return min(queue_timeout + max(0.0, _seconds_until(app, eta or 0)), LONGEST)
 
 
 def _seconds_until(app: Celery, when: Any) -> float:
@@ -103,7 +103,7 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
                 return {"queue": queue}
         return {}
     is_topic = exchange in topics or exchange.startswith("celery_delayed_")  # RabbitMQ has delayed it before
-    # By the queue Celery decides whether RabbitMQ delays the message. It is sent by the options beside the queue.
+    # Celery decides by the option `queue` whether RabbitMQ delays the message, and sends it by the other options.
     beside: dict[str, Any] = {} if is_topic else {"exchange": exchange, "routing_key": key, "declare": []}
     source = _kombu.Exchange(exchange, type="topic" if is_topic else "direct")
     return {"queue": _kombu.Queue(exchange=source, routing_key=key), **beside}
@@ -146,7 +146,7 @@ def _facts(app: Celery) -> tuple[float, str]:
         channel = getattr(transport, "Channel", None)
         # SQS has the second name.
         defaults = [getattr(channel, name, None) for name in ("visibility_timeout", "default_visibility_timeout")]
-        # RabbitMQ's default, which also stands in for brokers that do not say.
+        # 1800 is RabbitMQ's default `consumer_timeout`, and stands in for the timeout of brokers that do not say it.
         default = next((each for each in defaults if isinstance(each, (int, float))), 1800)
         configured = (app.conf.broker_transport_options or {}).get("visibility_timeout")
         facts = vars(app)["only_one_broker"] = float(configured or default), transport.driver_type

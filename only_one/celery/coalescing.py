@@ -32,12 +32,12 @@ local function raise(member) set(member, math.max(of(member), number)) end
 local time = redis.call('time')
 local now = time[1] * 1000000 + time[2]
 local function with(prefix, score)
-    local found = {}
+    local members = {}
     for _, member in ipairs(redis.call('zrangebyscore', KEYS[2], score, score)) do
         local is_one = string.sub(member, 1, #prefix) == prefix
-        if is_one then found[#found + 1] = string.sub(member, #prefix + 1) end
+        if is_one then members[#members + 1] = string.sub(member, #prefix + 1) end
     end
-    return found
+    return members
 end
 redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - lasts * 1000))
 """
@@ -118,7 +118,7 @@ def arrive(
         begins: whether it has the key.
 
     Returns:
-        Its number; 0 if a newer task waits or has run.
+        Its number; 0 if a newer task waits, or has begun.
     """
     held_by, what = blake2b(token.encode(), digest_size=16).hexdigest(), "begins" if begins else "waits"
     return int(_send(server, key, app, _ARRIVE, trigger, task_id, call, held_by, what))
@@ -150,22 +150,22 @@ def note_published(server: Server, key: str, app: Celery, trigger: int, seconds:
         app: the task's app.
         trigger: the task's number.
         seconds: seconds for which the task is trusted to wait: equal calls get its result.
-        most: the most seconds for which it is trusted if a task with its number was first published longer ago than
-            ``seconds``. With a rate limit a task may wait for long, and a task that is published beside it waits
-            behind it: so that one is trusted for as long as all before it have waited.
+        most: the most seconds. If the number was given longer ago than ``seconds``, the task is trusted for as long as
+            the number is old, up to ``most``: with a rate limit, it waits behind the earlier tasks with its number,
+            which have waited for so long.
     """
     _send(server, key, app, _NOTE_PUBLISHED, trigger, round(seconds * 1000), round(most * 1000))
 
 
-def trusted_for(app: Celery, most: float, until: Any) -> float:
+def trusted_for(app: Celery, most: float, eta: Any) -> float:
     """Seconds for which a task that is published now is trusted to wait.
 
     Args:
         app: the task's app.
         most: the most seconds, as for a task that expires.
-        until: when it may begin, in seconds or as a time; None for at once.
+        eta: when it may begin: seconds from now, or a time; None for at once.
     """
-    return min(most, waits_for(app, _TRUSTED_FOR, None, until))
+    return min(most, waits_for(app, _TRUSTED_FOR, None, eta))
 
 
 def _send(server: Server, key: str, app: Celery, script: Script, trigger: int | None, *more: Any) -> Any:

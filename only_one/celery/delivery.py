@@ -91,8 +91,9 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
 class ItemCaller(JobCaller):
     """The run of a task for one item of ``map``, ``starmap`` or ``chunks``, whose message has the whole list.
 
-    If the message is redelivered, an item waits for its run in the first delivery. If another run has its key, it fails
-    by default: it has no message of its own to requeue, and a skip would lose its work if its first run was killed.
+    An item of a redelivered list waits for its run in the first delivery. If another run has its key, it fails by
+    default: it has no message of its own to requeue, and a skip would lose its work if its first run was killed.
+    An item of a list that was not redelivered is skipped by default.
     """
 
     check = TaskCaller.check
@@ -136,8 +137,9 @@ class Delivery(TaskCaller):
         deaths = (request.headers or {}).get("x-death") or ()
         was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in deaths)
         self.is_redelivered = was_rejected or bool((request.delivery_info or {}).get("redelivered"))
-        # A message that was requeued is a new one for the broker, so its header says that it was redelivered before.
-        # If it has no lineage, it was no new work for certain; an earlier version says it by this alone.
+        # A requeued message is a new one for the broker, so the header says whether a run may have begun before. The
+        # first requeue gives a lineage to new work only; without a lineage a run may have begun. An earlier version
+        # says this only by the missing lineage.
         may_have_begun = self.header.times and not self.header.lineage
         if self.is_redelivered or may_have_begun:
             self.header = self.header._replace(has_begun=True)
@@ -175,7 +177,7 @@ class Delivery(TaskCaller):
         return coalescing.arrive(call.server, call.key, self.app, self.work.id, trigger, uuid(), token, begins=begins)
 
     def retained_value(self, call: Call) -> Retained | None:
-        """The value that keeps a unique task's key while its retry waits, or its message for another decorator's key.
+        """The value for a unique task's key while its retry waits, or its message that another decorator has requeued.
 
         Returns:
             The value; None if no message waits, if its arguments have another key, or if it has expired.
@@ -207,7 +209,8 @@ class TaskRun(Delivery):
         """The policy for a key that holds ``value``.
 
         Raises:
-            Ignore: if the holder is this very task. If the work is done, the message is dropped; else it is requeued.
+            Ignore: if the holder is this very task. If the work is done, or another message does it, this message is
+                dropped; else it is requeued.
         """
         if self.state.runs.get(call.key) is not None:  # two decorators of the task have the same key
             return super().on_busy(call, value)
@@ -232,7 +235,8 @@ class TaskRun(Delivery):
         """The policy for a busy key by default.
 
         It is ``skip``. Exceptions: a retry, a replacement and a redelivery are requeued, because their work has begun;
-        and a task whose result other tasks receive fails.
+        and a task whose result other tasks receive fails. A task that comes after a replaced one in its chain counts as
+        a replacement, because Celery gives it the same ``replaced_task_nesting``.
         """
         is_continued = bool(self.work.attempt or self.work.replacement)
         if is_continued or self.header.has_begun:
@@ -248,14 +252,17 @@ class TaskRun(Delivery):
         """End this delivery, because work with its task id holds the key; return if ``when_busy`` must decide.
 
         Raises:
-            Ignore: the message is requeued after earlier work, and while its own runs; it is dropped after later work.
+            Ignore: the message is requeued if an earlier attempt or its own run holds the key, and dropped if a later
+                attempt holds it.
         """
-        # A retained value may be that of earlier work with this id, of which a message was requeued meanwhile.
+        # A value that is kept for `at_least` may be that of earlier work with the same task id. So a message that was
+        # requeued meanwhile may be new work, too.
         may_be_new = self.is_new_work or (is_kept and not self.may_be_redelivered)
         decides = may_be_new and isinstance(call.options.when_busy, RetryPolicy)
         if decides and held >= self.work:
             return
-        # A message that was requeued as new work, and is no redelivery, has not run: the other work has only its id.
+        # A message that was requeued as new work, and is no redelivery, has not run. Then the holder is other work,
+        # which has only the same task id.
         may_have_run = self.may_be_redelivered or not self.header.lineage
         if may_have_run and held > self.work:
             self._drop(call, "it is out of date")
@@ -275,7 +282,7 @@ class TaskRun(Delivery):
         if is_kept and not ended:
             self._drop(call, "it is out of date")
         self._request.expires = None  # it has begun in time
-        self.state.markers = []  # the result of an earlier call in this delivery is not stored
+        self.state.markers = []  # this delivery ends by `Ignore`, so no result of an earlier call in it is stored
         self._publish_again(call, self.header, None)
 
     def requeue(self, call: Call, how: RequeueRequest) -> Any:
@@ -286,11 +293,11 @@ class TaskRun(Delivery):
 
         Raises:
             Ignore: so that this delivery ends without a result.
-            AlreadyRunning: at the limit.
+            OnlyOneError: the error that the policy was called with, at the limit ``max_retries``.
         """
         header, policy = self.header, how.policy
         if policy.max_retries is not None and header.times >= policy.max_retries:
-            raise how.error from how.error.__cause__  # not in the context of the request
+            raise how.error from how.error.__cause__  # so that the `RequeueRequest` is not shown as its context
         # The lineage of new work tells its completion marker from those of earlier work with its id. A second call in
         # this delivery gets another one, too: the marker may say that the run of the first call has ended.
         if self.is_new_work or call.key in self.state.runs:
@@ -338,8 +345,8 @@ class TaskRun(Delivery):
             self.state.withdraws = False
         # If this delivery has called the function before, the completion marker may be that of the earlier call.
         is_first_call = call.key not in self.state.runs
-        is_unmarked = self._task.acks_late and self.may_be_redelivered
-        may_be_redelivery = is_first_call and (self.header.times or self.is_redelivered or is_unmarked)
+        is_uncertain = self._task.acks_late and self.may_be_redelivered  # the broker may not say that it redelivers
+        may_be_redelivery = is_first_call and (self.header.times or self.is_redelivered or is_uncertain)
         with redelivery.unless_down(self.work.id):
             if may_be_redelivery and self._wait_for_result(call).ended:
                 log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.work.id)
@@ -397,14 +404,14 @@ class TaskRun(Delivery):
         """
         self.state.withdraws = is_done
         if not is_done:
-            self.state.markers = []  # the result of an earlier call in this delivery is not stored
+            self.state.markers = []  # this delivery ends by `Ignore`, so no result of an earlier call in it is stored
         end_delivery(self._request)
         extra = {"only_one_key": call.key}
         log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra=extra)
         raise Ignore
 
     def _carry_key(self, call: Call) -> None:
-        """Put a unique task's key into its header, if its message has none: it was sent with an id of its own."""
+        """Put a unique task's key into its header, if its message has none: it was published without a key."""
         if self.decoration.is_unique and self.header.key is None:
             self._carry(self.header._replace(key=call.key))
 
@@ -430,5 +437,5 @@ class TaskRun(Delivery):
         return self.retained_value(call), marker
 
     def on_marked(self, call: Call) -> None:
-        """Have ``ended_tasks`` write into the marker when the result is stored, too."""
+        """Have ``ended_tasks`` note in the marker that the result is stored, once it is."""
         self.state.markers.append((call.server, call.key, self.marker(call.key)))

@@ -19,6 +19,7 @@ from only_one.lock.token import words_of
 
 from . import coalescing, redelivery
 from .app_settings import app_options
+from .broker import waits_for
 from .delivery import unwrapped
 from .killed_runs import release_when_dead
 from .received_tasks import begun_request, warn_once
@@ -41,8 +42,8 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
     header, work = header_of(request), work_of(request)
     key, decorations = header.key, decorations_of(task) if task else []
     decoration = next((each for each in decorations if each.is_unique), None)
-    # Celery has sent the message again because a process was lost, or the task's own `apply_async` has given it another
-    # id: then it has no key.
+    # The header has no key if Celery has sent the message again because a process was lost, or if the task's own
+    # `apply_async` has given the task another id.
     if decoration is not None and key is None:
         with suppress(Exception):  # of arguments that have no key, either
             prefix = decoration.options_for(decoration.plain).prefix
@@ -55,11 +56,12 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
         options = effective_options({}, *app_options(app or task.app))
     if options.server is None:
         return None
+    lasts = waits_for(app or task.app, options.queue_timeout, request.expires, request.eta)
     return Withdrawal(
         options.server,
         key,
         words_of(*work),
-        until=now() + options.queue_timeout,
+        until=now() + max(lasts, options.queue_timeout),
         note=note_of(key, *work),
         triggers=coalescing.triggers_of(key),
         number=header.trigger,
@@ -86,8 +88,8 @@ def withdraw_later(task: Any, request: Any, app: Any = None) -> None:
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:
     if isinstance(exception, (TimeLimitExceeded, WorkerLostError)):
-        # Older releases of Celery do not give the request here. `begun_request` knows that of a unique task. For any
-        # other task it is taken to be the last attempt.
+        # Older releases of Celery do not give the request here. `begun_request` gives that of a unique task. For any
+        # other task, the killed attempt is taken to be the last one.
         request = sender.request if sender.request.id == task_id else begun_request(task_id)
         request = request or Context(id=task_id, retries=sys.maxsize)
         withdraw_later(sender, request)
@@ -112,9 +114,9 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
         release_when_dead(sender, request.args, request.kwargs, request)
 
 
-def _on_unknown(sender: Any, message: Any, **found: Any) -> None:
+def _on_unknown(sender: Any, message: Any, **sent: Any) -> None:
     """The worker has no such task, and drops the message: another version of the code has sent it."""
-    withdraw_later(None, Context({**(message.headers or {}), "id": found["id"]}), sender.app)
+    withdraw_later(None, Context({**(message.headers or {}), "id": sent["id"]}), sender.app)
 
 
 def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
@@ -124,14 +126,14 @@ def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     function is connected twice: the second call does what the first one has left.
     """
     request, error = task.request, sys.exc_info()[1]
-    delivery = state_of(request)
-    for server, key, marker in delivery.markers if _is_stored(task, state, error) else ():
+    delivery_state = state_of(request)
+    for server, key, marker in delivery_state.markers if _is_stored(task, state, error) else ():
         with redelivery.unless_down(request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
     # A signal handler, `before_start` or a base class may have prevented the run. An eager task was never queued.
-    if delivery.withdraws and not request.is_eager:
+    if delivery_state.withdraws and not request.is_eager:
         withdraw(unwrapped(sender), request)
-    delivery.markers, delivery.withdraws = [], False
+    delivery_state.markers, delivery_state.withdraws = [], False
 
 
 def _is_stored(task: Any, state: Any, error: BaseException | None) -> bool:

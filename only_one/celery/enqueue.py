@@ -44,7 +44,7 @@ class Publication(TaskCaller):
     """One call of a task's ``apply_async``.
 
     Attributes:
-        id: the id of the task, if it is published as the first with its key.
+        id: the id of the task, if it is published with a header of ours; without one, Celery makes an id.
     """
 
     def __init__(self, task: Task, publish: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> None:
@@ -129,11 +129,11 @@ class Publication(TaskCaller):
         is_replacement = task is not None and str(task.request.id) == self.id
         is_sent_again = self._options.get("retries") or is_replacement
         are_accepted = isinstance(self._args or (), (list, tuple)) and isinstance(self._kwargs or {}, Mapping)
-        # The setting takes twice as long as an attribute of `conf`.
+        # An item of `conf`, because an attribute takes twice as long.
         return bool(is_sent_again or not are_accepted or self.app.conf["task_always_eager"])
 
     def on_busy(self, call: Call, value: bytes) -> Policy:
-        """The policy for a duplicate, or the existing task's result if none is configured."""
+        """The policy for a duplicate; if none is configured, the function that returns the existing task's result."""
         self._holder = Holder.parse(value)
         return call.options.when_busy or self._existing
 
@@ -218,7 +218,7 @@ class Publication(TaskCaller):
             if is_of_signal_handler(error):
                 raise
 
-    def _queue_newest(self, call: LockedCall, digest: str, most: float, until: Any, *, is_waited_for: bool) -> Any:
+    def _queue_newest(self, call: LockedCall, digest: str, most: float, eta: Any, *, is_waited_for: bool) -> Any:
         """Publish the task with its number; or give the newest task's result, if that is an equal call which waits.
 
         If the server is away, a task that somebody waits for is published without a number: the worker gives it one.
@@ -232,7 +232,7 @@ class Publication(TaskCaller):
         if isinstance(trigger, bytes):
             emit(Busy, call.key, self.name, b"")
             return self._task.AsyncResult(trigger.decode())
-        seconds = coalescing.trusted_for(self.app, most, until)
+        seconds = coalescing.trusted_for(self.app, most, eta)
         replacement = self._options.get("replaced_task_nesting", 0)
         result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
         # A task's own `apply_async` may have run the task, have given it another id, or not have published it yet.

@@ -142,7 +142,8 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
 def _store_received(delivery: Delivery, options: EffectiveOptions, consumer: Any, request: Any) -> None:
     """Store the value of a received task at the key with which it was queued, and renew it while the task waits."""
     header, work = delivery.header, delivery.work
-    key = delivery.key if header.token or header.attempt else None  # without both, it was queued without its key
+    # Without both, the task was queued without its key, or its message was requeued.
+    key = delivery.key if header.token or header.attempt else None
     if key is None or options.server is None:
         return
     lease = _WaitingLease(options.server, key, options.queue_timeout, request, work)

@@ -21,15 +21,18 @@ from only_one.lock.commands import MarkerUpdate, Script, evaluate
 from .broker import redelivers_at_any_time, remembered_for, visibility_timeout
 
 STORES_WITHIN = 30
-"""Seconds within which an ended run stores its result, or never will. They count if nobody can see its process."""
+"""Seconds after a run's end after which a redelivery no longer waits for its result, and does the work again.
+
+If the process of the run is seen to be gone, the redelivery does the work at once.
+"""
 
 _READ = Script("""
 if tonumber(ARGV[1]) > 0 then
     redis.call('hset', KEYS[2], 'asked', 1)
     redis.call('pexpire', KEYS[2], ARGV[1])
 end
-local found = redis.call('hmget', KEYS[2], 'number', 'ended', 'stored', 'ended_at')
-value = {found[1] or 0, found[2] or '', found[3] or 0, redis.call('time')[1] - (found[4] or 0)}""")
+local fields = redis.call('hmget', KEYS[2], 'number', 'ended', 'stored', 'ended_at')
+value = {fields[1] or 0, fields[2] or '', fields[3] or 0, redis.call('time')[1] - (fields[4] or 0)}""")
 # The token of the run takes most of the memory, and is not needed once the result is stored.
 STORED = Script("value = redis.call('exists', KEYS[2]) == 1 and redis.call('hset', KEYS[2], 'stored', 1, 'ended', '')")
 """Notes that the result of the run that has ended is stored."""
@@ -38,7 +41,7 @@ if tonumber(redis.call('hget', KEYS[2], 'number') or 0) <= tonumber(ARGV[1]) the
     redis.call('hset', KEYS[2], 'number', ARGV[1])
     redis.call('pexpire', KEYS[2], ARGV[2])
 end""")
-"""Notes how often a message was requeued that has just been published, and keeps that for so many milliseconds."""
+"""Stores how often the message just published was requeued; the marker lives for ARGV[2] milliseconds from now on."""
 
 
 class CompletionMarker(NamedTuple):
@@ -46,7 +49,7 @@ class CompletionMarker(NamedTuple):
 
     Attributes:
         times: how often the latest of them was requeued; the others do not count.
-        ended: the token of the run that has ended, if redeliveries waited for it; else empty.
+        ended: the token of the run that has ended; empty if none has, or once the result of the run is stored.
         is_stored: whether its result is stored, and the tasks after it are published.
         age: seconds since it ended.
     """
@@ -75,7 +78,8 @@ def read_marker(key: str, marker: str, waits: float) -> Commands[CompletionMarke
 def marker_update(task: Any, marker: str, ended_by: BaseException | None, seconds: float) -> MarkerUpdate | None:
     """The completion marker that the release of a task with acks_late sets, if the run has ended.
 
-    A run has ended if it has returned, is retried, or is replaced, because its next message is published.
+    A run has ended if it has returned. It has also ended if it is retried or replaced, because its next message is
+    published.
     It has not ended if it was rejected, ignored or interrupted by a signal: a redelivery does its work. If it has
     failed, that depends on whether its message is acknowledged then.
 
@@ -109,10 +113,10 @@ def _is_replaced(ended_by: BaseException) -> bool:
 
 @contextmanager
 def unless_down(task_id: str) -> Iterator[None]:
-    """A block that is left if the server does not answer: the message is published, or the work done, all the same."""
+    """A block that is left with a log line if the server does not answer, or refuses: the caller goes on without it."""
     try:
         yield
     except TROUBLE as error:
         if is_of_signal_handler(error):
             raise
-        log(level_of(error), "what is known of the messages of %s cannot be asked or noted: %s", task_id, error)
+        log(level_of(error), "the completion marker or number of %s cannot be read or written: %s", task_id, error)

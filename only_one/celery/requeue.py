@@ -28,7 +28,8 @@ class Header(NamedTuple):
         id: the id of the task for which the header was made. Other tasks may be sent with copied headers.
         attempt: the attempt of the message. For another attempt of the task, only ``trigger`` and ``key`` count.
         times: how often the message was requeued. Of all messages of one work, only the one requeued most often counts.
-        replacement: how often the task was replaced. It counts like ``attempt``.
+        replacement: how often the task was replaced. For another replacement, only ``trigger`` counts, because the
+            arguments may have another key.
         trigger: the number of the task among those that ``buffer_one`` coalesces.
         key: the key as it is in Redis, of a task that is unique from queued to finished.
         token: the value that was stored at the key when the task was queued.
@@ -64,8 +65,8 @@ def header_of(request: Any) -> Header:
     with suppress(TypeError):  # somebody else's header
         header = Header(**{name: carried[name] for name in Header._fields if name in carried})
     if header.id != work.id:
-        # The header may be copied from another task. Or the task's own `apply_async` has given it another id: then the
-        # message's token is stored at the key.
+        # The header may be copied from another task. Or the task's own `apply_async` has given this task another id:
+        # then the header's token is stored at the key, until `Publication` has lengthened the key's expiry.
         return without._replace(token=header.token)
     if (header.replacement, header.attempt) == (work.replacement, work.attempt):
         return header._replace(times=max(header.times, without.times))
@@ -91,11 +92,11 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     longest = longest_countdown(task.app)
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
     way = way_back(task.app, request.delivery_info or {})
-    seconds = max(1, round(delay)) if "queue" in way else delay  # RabbitMQ may keep it
+    seconds = max(1, round(delay)) if "queue" in way else delay  # RabbitMQ may delay it, in whole seconds
     headers = {name: value for name, value in (request.headers or {}).items() if not name.startswith(_OF_THE_BROKER)}
     headers |= header._replace(times=header.times + 1, token=None).as_headers()
-    # What the message says, else the task. The request's attribute may be the default of its class, which nobody chose.
-    # Celery carries it on by itself since 5.7 only.
+    # The message decides, else the task. `request.ignore_result` may be the default of its class, which nobody chose.
+    # Celery carries the option on by itself since 5.7 only.
     ignores = vars(request).get("ignore_result")
     ignores = task.ignore_result if ignores is None else ignores
     # A signal handler may hand on the headers of this delivery, and with them an earlier count.

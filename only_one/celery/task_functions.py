@@ -54,7 +54,10 @@ def task_of_items(task: Any, kwargs: Any) -> str | None:
 
 
 class TaskCaller(Caller):
-    """The caller of a task's function: a plain function's, but with the settings of the task's app."""
+    """The caller of a task's function, with the options of the task's app; else it answers as for a plain function.
+
+    ``delivery.Delivery`` and ``enqueue.Publication``, which send commands of their own, derive from it.
+    """
 
     def __init__(self, task: Task, token_factory: TokenFactory | None = None, *, bound: bool = False) -> None:
         self._task: Any = task  # whose name is None for type checkers
@@ -71,9 +74,9 @@ class TaskCaller(Caller):
             refuse_long_countdown(self.app, getattr(policy, "countdown", None))
 
     def keeps_key(self, decoration: Decoration, key: str, request: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a retry with these arguments has the key of its task, whose request is ``request``.
+        """Whether a retry with ``args`` and ``kwargs`` has ``key``, the key of the task whose request is ``request``.
 
-        Arguments that equal the request's have the task's key, also if something has changed them for the run.
+        A retry with the request's arguments has it, even if pydantic or a base's ``__call__`` changes them for the run.
         """
         with suppress(Exception):  # of arguments that have no digest, or cannot be compared
             if list(args or ()) == list(request.args or ()) and (kwargs or {}) == (request.kwargs or {}):

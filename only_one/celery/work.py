@@ -20,7 +20,9 @@ class Work(NamedTuple):
 
     Attributes:
         id: the id of the task.
-        replacement: how often the task was replaced so far. A replacement has the task's id, and begins with attempt 0.
+        replacement: how often the task was replaced so far, by Celery's ``replaced_task_nesting``; a task that comes
+            after a replaced one in its chain has the same number. A replacement has the task's id, and begins with
+            attempt 0.
         attempt: the number of retries so far.
     """
 
@@ -71,8 +73,8 @@ class DeliveryState:
 
 def state_of(request: Any) -> DeliveryState:
     """The state of the delivery that Celery's request is about. Celery's copies of the request have the same one."""
-    # In a copy of a request that has no headers, Celery takes attributes that it does not know for headers. So the next
-    # message would carry the state, which cannot be serialized.
+    # The request gets headers, because Celery makes headers of unknown attributes when it copies a request without any:
+    # the next message would carry the state, which cannot be serialized.
     request.headers = request.headers or {}
     state: DeliveryState = vars(request).setdefault(STATE, DeliveryState())
     return state

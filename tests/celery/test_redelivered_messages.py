@@ -429,7 +429,7 @@ def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
     queue.deliver()
     assert answer.get() == "done"
     assert keys.redis.get(marker) == b"not ours"
-    told = f"what is known of the messages of {answer.id} cannot be asked or noted: WRONGTYPE"
+    told = f"the completion marker or number of {answer.id} cannot be read or written: WRONGTYPE"
     assert caplog.messages[-1].startswith(told)
 
 
