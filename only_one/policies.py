@@ -106,6 +106,8 @@ def buffer_one(countdown: Seconds | None = None) -> BufferOne:
     """One task runs, and only the newest of those that wait stays: a policy for ``when_busy``.
 
     The newest task runs, and no older task runs after it. A task that is dropped returns None.
+    Exception: older tasks run, too, if they have waited for longer than twice the broker's
+    visibility timeout, and for 1 h at least, because the order is forgotten then.
 
     Args:
         countdown: seconds or a timedelta until the waiting task is delivered again, as for
