@@ -148,9 +148,8 @@ class Checker:
             last = stored[-1]
             last.has_expired = expiry is not None and expiry <= now
             is_parents = isinstance(last.value, bytes) and now < self.kept_by_parents.get(last.value, 0.0)
-            # If the child has called `extend`, the parent would renew the key before it expires.
-            is_extended = any(each.extended for each in self.calls if each.lock and each.lock.token == last.value)
-            may_be_gone = self.lost_data_at >= now or (is_extended and last.has_expired)
+            # The parent would renew a key whose expiry an `extend` of the child, or a late renewal, has shortened.
+            may_be_gone = last.has_expired or self.lost_data_at >= now
             if is_parents and not may_be_gone:
                 self.problem("a child has released its parent's key", str(key))
             last.until = min(now, inf if expiry is None else expiry)
