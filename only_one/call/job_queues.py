@@ -135,7 +135,9 @@ def caller_of(decoration: Decoration, args: Args, kwargs: Kwargs, *, detects: bo
         job = None if work_id is None else Job(str(work_id), None, job and job.requeue, job and job.start)
     if job is None:
         return decoration.plain
-    return JobCaller(decoration.name, job)
+    caller = JobCaller(decoration.name, job)
+    caller.app = decoration.plain.app  # of a unique task that is called directly
+    return caller
 
 
 class JobCaller(Caller):

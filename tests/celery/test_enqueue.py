@@ -384,7 +384,8 @@ def test_called_directly_a_task_is_decorated_like_a_function(queue: Queue, new_a
     def has_the_apps_timeout() -> bool:
         return keys.lives_for(500)
 
-    assert unique(new_app(only_one_timeout=500), "k", function=has_the_apps_timeout)()
+    for options in ({}, {"work_id": lambda: "a job"}):
+        assert unique(new_app(only_one_timeout=500), "k", function=has_the_apps_timeout, **options)()
     task = unique(queue.app, "k")
     assert task(1) == task.run(1) == (1, "more", f"{keys.prefix}k")
     assert "k" not in keys

@@ -97,7 +97,8 @@ def _is_dropped(frame: Any, *, retries: bool) -> bool:
     return is_dropped
 
 
-_DROPS = "/redis/observability/|/redis/cluster.py (initialize|move_slot) | (__del__|_drop|can_read|on_disconnect|pairs_to_dict_typed) "
+_DROPS = "/redis/observability/|/redis/cluster.py (initialize|move_slot) "
+_DROPS += "| (__del__|_drop|can_read|on_disconnect|pairs_to_dict_typed) "
 
 
 @cache
