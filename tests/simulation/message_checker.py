@@ -241,7 +241,10 @@ class MessageChecker:
             self.problem("a second message", f"{trigger.name} beside {others}")
         may_hold = not self.plan.takeover and self.killed_since(self.history.now - _TRUSTED_FOR)
         may_hold |= bool(self.plan.at_least) or not self.only("publishing fails")
-        ids = {self.history.triggers[name].id for name in before | after | just_ended}  # None while it is being sent
+        there = before | after | just_ended
+        ids = {self.history.triggers[name].id for name in there}  # None while it is being sent
+        # A task of a chain that replaces another has an id of its own.
+        ids |= {each.id for each in self.history.broker.published if each.work.trigger in there}
         is_of_one = not ids.isdisjoint((trigger.id, None)) or (ids and trigger.id is None)
         if not (trigger.is_sent or trigger.error or is_of_one or may_hold):
             self.problem("a duplicate of nothing", trigger.name)
@@ -460,7 +463,9 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         has_ended |= first.end == "ValueError" and history.acks_failures and not is_rejected
         # If a run was killed, its redelivery does all again, and sends again what that run has sent.
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
-        # If a run has lost its key or its completion marker, its redelivery does the work, too.
+        # If a run has lost its key or its completion marker, its redelivery does the work, too. While a slot moves, a
+        # marker cannot be stored.
+        is_again &= not checker.had("slot")
         is_again &= not any(checker.overran(each, later.began) for each in until_then)
         is_again &= not checker.has_forgotten(until_then[0].began, later.began)
         # With Redis, a message that comes back while its result is being stored runs as if it were new.
