@@ -49,13 +49,12 @@ TOLD |= {"log", "debug", "warning", "exception", "info"}  # of a logger
 
 EQUIVALENT = {
     ("while True:", "'True' -> 'True'"): "the same text",
-    ("if TYPE_CHECKING:", ""): "for type checkers",
     ('"".encode("idna")', ""): "a child that is forked while Python imports: of real processes only",
     ("if policy is skip:", ""): "whether the first skip is logged",
     ("if lease.trouble is not None and", ""): "whether a failed renewal is logged",
     ("if server is not None and server.looked_at_from", ""): "whether it is looked whether the server evicts keys",
     ("server.looked_at_from = math.inf", ""): "the same",
-    ("_renewer.unknown[server] = lease.key", ""): "the same",
+    ("_renewer.not_looked_at[server] = lease.key", ""): "the same",
     ("each.isprintable()", ""): "how a text is shown",
     ("if node.backs_off_until > now():", "False"): "how soon a server that is away is asked again",
     ("while left and now() < limit:", "'left' -> 'True'"): "how long a process that ends waits in vain",
@@ -66,12 +65,12 @@ EQUIVALENT = {
     ("self.ended_by = None", ""): "memory",
     ("elif due < self.wakes_at:", "'due < self.wakes_at' -> 'True'"): "how often the renewing thread wakes",
     ("lease.renew_at <= moment + lease.ttl / 50", "'lease.renew_at <= moment + lease.ttl / 50' -> 'True'"): "the same",
-    ("if self._retained and comes_back:", "'self._retained' -> 'True'"): "whether an event says gone or unknown",
+    ("if self._retained and must_store:", "'self._retained' -> 'True'"): "whether an event says gone or unknown",
     ('outcome = "kept"', ""): "whether an event says held or kept",
     ("self.ended.put(None)", ""): "the end of a process with gevent: of real processes only",
     ("self.woken.put(-math.inf)", ""): "the same",
     ("self.wakes_at = due = min(due, self.next_due())", ""): "a thread that stops between two lines",
-    ("lease.asked_at if _renewer.unknown", "-> 'True'"): "how often the renewing thread wakes",
+    ("lease.asked_at if _renewer.not_looked_at", "-> 'True'"): "how often the renewing thread wakes",
 }
 """Changes by a part of their line and of what is told of them, with the reason why no history could show them.
 
