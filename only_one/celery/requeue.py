@@ -50,8 +50,7 @@ class Header(NamedTuple):
 
     def as_headers(self) -> dict[str, Any]:
         """The header as the message carries it."""
-        fields = {name: value for name, value in self._asdict().items() if value is not None}
-        return {HEADER: {**fields, "number": self.times}}  # for workers of earlier versions
+        return {HEADER: {name: value for name, value in self._asdict().items() if value is not None}}
 
 
 def header_of(request: Any) -> Header:

@@ -81,7 +81,7 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
     assert (marked[b"number"], marked[b"ended"], marked[b"stored"]) == (b"1", b"", b"1")
     assert len(queue) == 1
     later = queue.take()
-    assert (later["headers"]["only_one"]["times"], later["headers"]["only_one"]["number"]) == (1, 1)
+    assert later["headers"]["only_one"]["times"] == 1
     assert later["headers"]["expires"] is None, "it has begun in time"
     queue.deliver(message, redelivered=broker == "redis")
     queue.deliver(later)

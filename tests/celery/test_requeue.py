@@ -183,7 +183,7 @@ HEADERS: dict[str, tuple[Any, Header]] = {
 @pytest.mark.parametrize(("request_", "header"), HEADERS.values(), ids=HEADERS)
 def test_what_a_header_says_of_a_message(request_: Any, header: Header) -> None:
     assert header_of(request_) == header
-    fields = {"id": "the-id", "attempt": 0, "replacement": 0, "times": 0, "number": 0}
+    fields = {"id": "the-id", "attempt": 0, "replacement": 0, "times": 0}
     assert Header("the-id", 0).as_headers() == {"only_one": fields}
 
 
