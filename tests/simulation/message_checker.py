@@ -404,8 +404,9 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         own = [end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends]
         returned = sum(end.startswith("'") for end in own)
         is_counted_right = returned == 1 and history.beside[trigger.name] == ["'other'"]
-        # What on_retry raises Celery stores as a failure, a rejection, too; so is what came of a busy key before.
-        has_failed_before = trigger.hooked is not None and not {"ValueError", "Reject"}.isdisjoint(own)
+        # Celery stores a rejection as a failure, too, though a dead letter may come back and its run succeed;
+        # also what on_retry raises, and what came of a busy key before.
+        has_failed_before = not {"ValueError", "Reject"}.isdisjoint(own)
         has_failed_before |= any(each.trigger is trigger for each in history.not_run)
         is_failed_chord = "ValueError" in ends or has_failed_before or not is_counted_right
         has_failed |= trigger.how == "chord" and is_failed_chord
