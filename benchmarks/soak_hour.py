@@ -21,8 +21,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -43,23 +43,6 @@ ROOT = Path(__file__).parents[1]
 CELERY = [sys.executable, "-m", "celery", "-A", "benchmarks.soak_hour_app"]
 QUIET = ["--without-gossip", "--without-mingle", "--without-heartbeat", "-l", "INFO"]
 WORKER = [*CELERY, "worker", "-P", "prefork", "-c", "3", *QUIET]
-FAULTS = {
-    "kill of a child": 8,
-    "kill of a worker": 2,
-    "kill of a caller": 3,
-    "pause": 6,
-    "cut": 2,
-    "delay": 2,
-    "swallowing": 2,
-    "restart of the server": 1,
-    "warm shutdown": 1,
-    "cold shutdown": 1,
-}
-"""How often each fault is chosen."""
-
-KILL_OF_THE_BROKER = {"kill of the broker": 0.3}
-"""Not of a Redis, which keeps its messages in memory."""
-
 CALM = (0.5, 4.0)
 """The shortest and longest time in seconds between two faults."""
 
@@ -67,6 +50,9 @@ SHORT, LONG = (0.1, 0.8), (3.2, 6.0)
 """Seconds of a pause or a fault of the network: shorter, and longer than every lease."""
 
 STARTS_WITHIN = 60.0
+READY = b" ready."
+"""In the log of each process once it has started."""
+
 DRAINED_WITHIN = 120.0
 PATIENCE = 3.0
 """Seconds after a fault of the network in which a release may still be unconfirmed."""
@@ -84,13 +70,11 @@ class History:
         runs: what is known of each run, by its id. It believed until `held_until` that it held its key, or never if
             that is missing: it was paused before. Its `end` is "done", "retry", or missing if it was killed.
         tasks: what is known of each task, by its id: when it was published, and how it has ended without a run.
-        ready: when each process has started last.
     """
 
     def __init__(self, path: Path) -> None:
         self.runs: dict[str, dict[str, Any]] = {}
         self.tasks: dict[str, dict[str, Any]] = {}
-        self.ready: dict[str, dict[str, Any]] = {}
         path.touch()
         self._path, self._position = path, 0
 
@@ -130,10 +114,8 @@ class History:
 
     def lost(self) -> list[str]:
         """The tasks with late acknowledgement that neither ran, nor were skipped, nor failed with an error of ours."""
-        newest: dict[str, float] = {}
-        for run in self.runs.values():
-            if self._is_done(run):
-                newest[run["key"]] = max(run["begun_at"], newest.get(run["key"], 0.0))
+        done = sorted(filter(self._is_done, self.runs.values()), key=itemgetter("begun_at"))
+        newest = {run["key"]: run["begun_at"] for run in done}
         ended = self.ended()
         sent = {id_: task for id_, task in self.tasks.items() if "sent_at" in task}
         problems = []
@@ -196,15 +178,13 @@ class Soak:
         self._locks = stack.enter_context(redis_server(*persistence))
         self._client: Any = stack.enter_context(redis.Redis.from_url(self._locks.url))
         self._proxy = stack.enter_context(Proxy(self._locks.url))
-        self.postman, self._rabbitmq = None, None
-        self._weights: dict[str, float] = dict(FAULTS)
+        self.postman = self._rabbitmq = None
         if options.broker == "redis":
             url = stack.enter_context(testing.redis_server()).url
             self.postman = Postman(url)
         else:
             self._rabbitmq = stack.enter_context(rabbitmq_server())
             url = self._rabbitmq.make_place()
-            self._weights |= KILL_OF_THE_BROKER
         places = {LOCKS: self._proxy.url, BROKER: url, WITNESS: str(folder / "witness")}
         self._environment = {**os.environ, **places}
         self._processes: dict[str, Guarded] = {}
@@ -235,8 +215,7 @@ class Soak:
         while now() < ends_at:
             time.sleep(self._random.uniform(*CALM))
             self._restart_ended(*self._commands)
-            fault = self._random.choices(list(self._weights), list(self._weights.values()))[0]
-            self._cause(fault)
+            fault = self._cause_a_fault()
             self.faults[fault] += 1
             self.history.read()
             print(f"{len(self.history.runs)} runs; {len(self.history.overlaps())} overlaps; {fault}", flush=True)
@@ -245,23 +224,19 @@ class Soak:
     # The processes
 
     def _start(self, name: str) -> None:
-        self.history.read()
-        before = self.history.ready.get(name, {}).get("at")
-        environment = {**self._environment, NAME: name}
-        with (self._folder / f"log of {name}").open("ab") as log:
+        path = self._folder / f"log of {name}"
+        with path.open("ab") as log:
+            begin, environment = log.tell(), {**self._environment, NAME: name}
             self._processes[name] = Guarded(self._commands[name], cwd=ROOT, env=environment, stdout=log, stderr=log)
-
-        def is_ready() -> bool:
-            self.history.read()
-            return self.history.ready.get(name, {}).get("at") != before
-
-        wait_until(is_ready, STARTS_WITHIN, f"{name} does not start", pause=0.1)
+        wait_until(lambda: READY in path.read_bytes()[begin:], STARTS_WITHIN, f"{name} does not start", pause=0.1)
 
     def _close(self, *names: str) -> None:
         for name in names:
             self._processes[name].close()
 
-    def _restart(self, name: str) -> None:
+    def _restart(self, name: str, shut_down: int | None = None) -> None:
+        if shut_down:
+            self._shut_down(name, shut_down)
         self._close(name)
         self._start(name)
 
@@ -274,73 +249,74 @@ class Soak:
     def _has_ended(self, name: str) -> bool:
         return self._processes[name].poll() is not None
 
-    def _pids(self, name: str) -> list[int]:
-        """The program's process, and its children."""
-        pids = [self._processes[name].pid]
-        if self._commands[name][0] != sys.executable:  # which is the child of what has made its namespaces
-            pids = children_of(pids[0])[:1]
-        return [] if self._has_ended(name) else [*pids, *(child for pid in pids for child in children_of(pid))]
+    def _program(self, name: str) -> list[int]:
+        """The program's process, if it is there: the child of what has made its namespaces, if it has any."""
+        pid = self._processes[name].pid
+        return [pid] if self._commands[name][0] == sys.executable else children_of(pid)[:1]
 
     def _a_child(self, name: str) -> list[int]:
-        children = self._pids(name)[1:]
+        children = [child for pid in self._program(name) for child in children_of(pid)]
         return [self._random.choice(children)] if children else []
+
+    def _group(self, name: str) -> list[int]:
+        """A process and its children, in one number."""
+        return [-self._processes[name].pid]
 
     # The faults
 
-    def _cause(self, fault: str) -> None:
+    def _cause_a_fault(self) -> str:
+        """Choose a fault, and cause it; returns its name."""
         worker, caller = self._random.choice(WORKERS), self._random.choice(CALLERS)
-        seconds = self._random.uniform(*self._random.choice([SHORT, LONG]))
-        match fault:
-            case "kill of a child":
-                send_signal(signal.SIGKILL, self._a_child(worker))
-            case "kill of a worker" | "kill of a caller":
-                self._kill(worker if fault == "kill of a worker" else caller)
-            case "pause":
-                self._pause(seconds)
-            case "cut":
-                self._disturb(self._proxy.cut(), seconds)
-            case "delay":
-                self._disturb(self._proxy.slow(SHORT[1]), seconds)
-            case "swallowing":
-                self._disturb(self._proxy.black_hole(forwards=True), seconds)
-            case "restart of the server":
-                self._locks.kill()
-                self._locks.start()
-            case "warm shutdown" | "cold shutdown":
-                self._shut_down(worker, signal.SIGTERM if fault == "warm shutdown" else signal.SIGQUIT)
-                self._restart(worker)
-            case _ if self._rabbitmq:
-                self._rabbitmq.crash()
+        # The weight of each fault, and what it does.
+        faults: dict[str, tuple[float, Callable[[], object]]] = {
+            "kill of a child": (8, lambda: send_signal(signal.SIGKILL, self._a_child(worker))),
+            "kill of a worker": (2, lambda: self._kill(worker)),
+            "kill of a caller": (3, lambda: self._kill(caller)),
+            "pause": (6, lambda: self._for_a_while(self._paused())),
+            "cut": (2, lambda: self._for_a_while(self._proxy.cut())),
+            "delay": (2, lambda: self._for_a_while(self._proxy.slow(SHORT[1]))),
+            "swallowing": (2, lambda: self._for_a_while(self._proxy.black_hole(forwards=True))),
+            "restart of the server": (1, self._restart_server),
+            "warm shutdown": (1, lambda: self._restart(worker, signal.SIGTERM)),
+            "cold shutdown": (1, lambda: self._restart(worker, signal.SIGQUIT)),
+        }
+        if self._rabbitmq:  # a Redis keeps its messages in memory
+            faults["kill of the broker"] = (0.3, self._rabbitmq.crash)
+        name = self._random.choices(list(faults), [weight for weight, _ in faults.values()])[0]
+        faults[name][1]()
+        return name
+
+    def _restart_server(self) -> None:
+        self._locks.kill()
+        self._locks.start()
 
     def _kill(self, name: str) -> None:
         """Kill a process and its children, all at once, and start it again."""
-        with suppress(ProcessLookupError):  # it has ended by itself
-            os.killpg(self._processes[name].pid, signal.SIGKILL)
+        send_signal(signal.SIGKILL, self._group(name))
         self._restart(name)
 
-    def _pause(self, seconds: float) -> None:
-        """Stop one process, or a worker with all of its children, and continue it later."""
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Stop one process, or a worker with all of its children, and continue it at the end of the block."""
         name = self._random.choice([*WORKERS, *WORKERS, *CALLERS])
         is_a_child = name in WORKERS and self._random.random() < 2 / 3
-        pids = self._a_child(name) if is_a_child else self._pids(name)
+        pids = self._a_child(name) if is_a_child else self._group(name)
         send_signal(signal.SIGSTOP, pids)
-        self._later(seconds, lambda: send_signal(signal.SIGCONT, pids))
+        yield
+        send_signal(signal.SIGCONT, pids)
 
-    def _disturb(self, disturbance: AbstractContextManager[None], seconds: float) -> None:
-        """Have the proxy do something for a while."""
+    def _for_a_while(self, disturbance: AbstractContextManager[None]) -> None:
         disturbed = ExitStack()
         disturbed.enter_context(disturbance)
-        self._later(seconds, disturbed.close)
-
-    def _later(self, seconds: float, end: Callable[[], None]) -> None:
-        timer = threading.Timer(seconds, end)
+        seconds = self._random.uniform(*self._random.choice([SHORT, LONG]))
+        timer = threading.Timer(seconds, disturbed.close)
         timer.daemon = True
         timer.start()
         self._ends.append(timer)
 
     def _shut_down(self, worker: str, how: int) -> None:
         """End a worker in order: a warm shutdown (SIGTERM) waits for its runs, and a cold one (SIGQUIT) does not."""
-        send_signal(how, self._pids(worker)[:1])
+        send_signal(how, self._program(worker))
         if not eventually(lambda: self._has_ended(worker), STARTS_WITHIN, pause=0.1):
             self.faults["worker that did not shut down"] += 1
 

@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from celery import Celery
-from celery.signals import after_task_publish, beat_init, before_task_publish, task_postrun, worker_ready
+from celery.signals import after_task_publish, beat_init, before_task_publish, task_postrun
 from kombu.exceptions import OperationalError
 
 from only_one import OnlyOneError, buffer_one, configure, current_lock, only_one, retry
@@ -69,6 +69,11 @@ def note(table: str, name: str, /, **facts: object) -> None:
     os.write(_witness, json.dumps([table, name, facts]).encode() + b"\n")
 
 
+def print_ready(**_: Any) -> None:
+    """Say that the process has started, in the words of Celery's workers."""
+    print(os.environ[NAME], "ready.", flush=True)
+
+
 ENDS = {"SUCCESS": "skipped", "FAILURE": "failed", "REJECTED": "rejected by Celery"}
 """What a task has come to without a run, by its state: Celery rejects a retry while the broker is away."""
 
@@ -81,10 +86,7 @@ if WITNESS in os.environ:  # in a process that the soak has started
     app.conf.beat_schedule = {"below": {"task": "below", "schedule": 1.0, "args": ["0", 0.05]}}
     configure(redis=os.environ[LOCKS], prefix=PREFIX, queue_timeout=QUEUE_TIMEOUT)
 
-    @beat_init.connect(weak=False)  # type: ignore[untyped-decorator]  # Celery has no types
-    @worker_ready.connect(weak=False)  # type: ignore[untyped-decorator]
-    def _ready(**_: Any) -> None:
-        note("ready", os.environ[NAME], at=now())
+    beat_init.connect(print_ready, weak=False)
 
     def _about_to_send(headers: dict[str, Any], **_: Any) -> None:
         _published_at[headers["id"]] = now()
@@ -97,7 +99,7 @@ if WITNESS in os.environ:  # in a process that the soak has started
         before_task_publish.connect(_about_to_send)
         after_task_publish.connect(_sent)
 
-    @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
+    @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]  # Celery has no types
     def _outcome(task_id: str, state: str, retval: Any, **_: Any) -> None:
         """Write down the outcome of a delivery, when its key has been released."""
         # A requeue fails if its broker is away; that of Redis never is.
@@ -183,7 +185,7 @@ def _arguments(dice: random.Random) -> tuple[str, float]:
 def send_tasks(seed: int) -> None:
     """Send tasks, until the process is ended."""
     dice = random.Random(seed)
-    note("ready", os.environ[NAME], at=now())
+    print_ready()
     while True:
         time.sleep(dice.uniform(0.06, 0.18))
         name = dice.choice(list(TASKS))
@@ -206,5 +208,5 @@ def call_functions(seed: int) -> None:
     async def call_in_parallel() -> None:
         await asyncio.gather(*(call_in_turn() for _ in range(5)))
 
-    note("ready", os.environ[NAME], at=now())
+    print_ready()
     asyncio.run(call_in_parallel())
