@@ -27,10 +27,9 @@ from functools import partial
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from celery import chain
-from celery.signals import after_task_publish
 
 from benchmarks import markdown, peers_app
 from benchmarks.peers_app import DEFAULT, EXPIRY, FIXED, PEERS, RENEWED, WITNESS_DB, Peer, app, client
@@ -58,30 +57,13 @@ CHILDREN = 24
 HERE, ELSEWHERE = "here", "elsewhere"
 """The workers, and the queue of the second."""
 
-_published = threading.local()
 
-
-@after_task_publish.connect  # type: ignore[untyped-decorator]
-def _on_publish(headers: dict[str, Any], **_: Any) -> None:
-    getattr(_published, "ids", []).append(headers["id"])
-
-
-class Call(NamedTuple):
-    """What a call has come to: the ids of what this thread has published, what was returned, and what was raised."""
-
-    ids: list[str]
-    result: Any = None
-    error: Exception | None = None
-
-
-def called(call: Callable[[], Any]) -> Call:
-    """What a call comes to."""
-    ids: list[str] = []
-    _published.ids = ids
+def called(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the exception that it raises."""
     try:
-        return Call(ids, call())
+        return call()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
-        return Call(ids, error=error)
+        return error
 
 
 class Unit:
@@ -120,8 +102,8 @@ class Unit:
         self.wait(lambda: self.notes(word), word)
         return self.notes(word)[0]
 
-    def call(self, *more: Any, **options: Any) -> Call:
-        """Call the task."""
+    def call(self, *more: Any, **options: Any) -> Any:
+        """Call the task; returns its result, or the exception that the call raises."""
         return called(lambda: self.task.apply_async((self.name, *more), **options))
 
     def begin(self, **options: Any) -> dict[str, Any]:
@@ -130,14 +112,15 @@ class Unit:
         self.call(**options)
         return self.wait_for("start")
 
-    def has_run(self, call: Call) -> bool:
-        """Whether a call comes to a run; waits until this is known."""
+    def has_run(self, call: Any, first: dict[str, Any]) -> bool:
+        """Whether a call comes to a run of its own, beside the first; waits until this is known."""
+        if isinstance(call, Exception) or call.id == first["id"]:
+            return False
 
         def run() -> bool:
-            return any(note["id"] in call.ids for note in self.notes("start"))
+            return any(note["id"] == call.id for note in self.notes("start"))
 
-        results = [app.AsyncResult(id_) for id_ in call.ids]
-        self.wait(lambda: run() or all(each.ready() for each in results), "run, and no end without one")
+        self.wait(lambda: run() or call.ready(), "run, and no end without one")
         return run()
 
     def start_after(self, times: int, until: float) -> float | None:
@@ -244,7 +227,7 @@ def late_end(unit: Unit) -> str:
     """A run ends after its lock has expired and a second run has begun: does a third begin beside the second?"""
     unit = Unit(unit.peer, FIXED)
     unit.order("first", "second")
-    late = app.AsyncResult(unit.call().ids[0])
+    late = unit.call()
     second = unit.start_after(2, unit.wait_for("start")["at"] + LIMIT)
     if second is None:
         return "no second run began"
@@ -281,11 +264,11 @@ def ended_by(unit: Unit, order: str) -> str:
 def revoked(unit: Unit) -> str:
     """A task is revoked while it waits in its queue: does the next call run?"""
     queue = f"later-{unit.peer.number}"
-    (id_,) = unit.call(queue=queue).ids
+    task = unit.call(queue=queue)
     here = {"destination": [f"{HERE}@peers"], "reply": True, "timeout": 5}
-    unit.wait(lambda: app.control.revoke(id_, **here), "worker that answers")
+    unit.wait(lambda: app.control.revoke(task.id, **here), "worker that answers")
     client(peers_app.BROKER_DB).lmove(queue, "celery")
-    unit.wait(lambda: app.AsyncResult(id_).state == "REVOKED", "task that is revoked")
+    unit.wait(lambda: task.state == "REVOKED", "task that is revoked")
     return unit.freed(0)
 
 
@@ -293,7 +276,7 @@ def unpublished(unit: Unit) -> str:
     """The broker refuses the connection when a task is published: does the next call run?"""
     nobody = "redis://127.0.0.1:1/0"
     with app.connection_for_write(nobody, transport_options={"max_retries": 1}) as connection:
-        if unit.call(connection=connection, retry=False).error is None:
+        if not isinstance(unit.call(connection=connection, retry=False), Exception):
             return "the call raises nothing"
     said = unit.freed(0)
     return said if unit.peer.at_enqueue else f"{said}: not locked yet"
@@ -304,9 +287,9 @@ def unpublished(unit: Unit) -> str:
 
 def one_key(unit: Unit) -> str:
     """f(1) runs: do f(a=1) and f(1, default) run beside it?"""
-    unit.begin()
+    first = unit.begin()
     calls = [called(lambda: unit.task.delay(unit=unit.name)), unit.call(0)]
-    named, defaulted = ("no" if unit.has_run(call) else "yes" for call in calls)
+    named, defaulted = ("no" if unit.has_run(call, first) else "yes" for call in calls)
     unit.let_go()
     return named if named == defaulted else f"`f(a=1)`: {named}; `f(1, default)`: {defaulted}"
 
@@ -314,11 +297,11 @@ def one_key(unit: Unit) -> str:
 def chained(unit: Unit, *before: Any) -> str:
     """A chain has a duplicate of a task that runs, at its head or behind it: what becomes of the chain's tail?"""
     unit.begin()
-    call = called(chain(*before, unit.task.si(unit.name), peers_app.tail.s(unit.name)).apply_async)
-    if call.error:
+    last = called(chain(*before, unit.task.si(unit.name), peers_app.tail.s(unit.name)).apply_async)
+    if isinstance(last, Exception):
         unit.let_go()
-        return f"raises `{type(call.error).__name__}`"
-    duplicate = call.result.parent
+        return f"raises `{type(last).__name__}`"
+    duplicate = last.parent
     for limit in (NOT_EXPECTED_AFTER / 3, NOT_EXPECTED_AFTER):  # while the first run goes on, and after it
         eventually(lambda: bool(unit.notes("tail")) or duplicate.failed(), limit)
         unit.let_go()
@@ -326,23 +309,19 @@ def chained(unit: Unit, *before: Any) -> str:
         return f"the tail gets `{given[0]['given']}`"
     if duplicate.failed():
         return f"fails: `{type(duplicate.result).__name__}`"
-    return f"the tail stays `{call.result.state}`"
+    return f"the tail stays `{last.state}`"
 
 
 def told(unit: Unit) -> str:
     """A duplicate is called: what is the caller told?"""
     first, call = unit.begin(), unit.call()
-    has_run = bool(call.ids) and unit.has_run(call)
+    has_run = unit.has_run(call, first)
     unit.let_go()
     if has_run:
         return "the duplicate runs"
-    if call.error:
-        return f"`{type(call.error).__name__}`"
-    if call.ids:
-        result = app.AsyncResult(call.ids[0])
-        return f"`{result.result}`, as `{result.state}`"
-    is_same = getattr(call.result, "id", None) == first["id"]
-    return "the first one's result" if is_same else f"`delay()` returns `{call.result}`"
+    if isinstance(call, Exception):
+        return f"`{type(call).__name__}`"
+    return "the first one's result" if call.id == first["id"] else f"`{call.result}`, as `{call.state}`"
 
 
 CHECKS: dict[str, Callable[[Unit], str]] = {
