@@ -23,7 +23,6 @@ import redis
 import redis.asyncio
 from celery import Celery
 from celery.app.trace import build_tracer
-from django.conf import settings
 
 from only_one import configure, only_one
 from only_one.testing import redis_server
@@ -194,25 +193,16 @@ def functions(measure: Measure, client: Any, url: str) -> None:
 
 def many_async_functions(measure: Measure, client: Any, url: str) -> None:
     """Async runs at a time through few connections, beside bare commands through a pool that waits for a free one."""
-    pool: dict[str, Any] = {"max_connections": CONNECTIONS}
-    options = {"CONNECTION_POOL_KWARGS": pool}
-    cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url, "OPTIONS": options}
-    settings.configure(CACHES={"default": cache})
-    from django_redis import get_redis_connection  # noqa: PLC0415 - it reads the settings
-
-    waits: Any = redis.asyncio.BlockingConnectionPool.from_url(url, timeout=None, **pool)
+    waits: Any = redis.asyncio.BlockingConnectionPool.from_url(url, timeout=None, max_connections=CONNECTIONS)
     bare_client: Any = redis.asyncio.Redis(connection_pool=waits)
     numbers = count()
 
     async def work(number: int) -> int:
         return number
 
-    def decorated(own_client: Any) -> Callable[[], Any]:
-        call = only_one(work, key="{number}", timeout=600, redis=own_client)
-        return lambda: call(next(numbers))
-
-    calls = {TWO: two_async_commands(client, bare_client), OURS: decorated(redis.Redis.from_url(url, **pool))}
-    calls["only_one, by django-redis"] = decorated(get_redis_connection("default"))
+    own_client: Any = redis.Redis.from_url(url, max_connections=CONNECTIONS)
+    call = only_one(work, key="{number}", timeout=600, redis=own_client)
+    calls = {TWO: two_async_commands(client, bare_client), OURS: lambda: call(next(numbers))}
     measure("async runs at a time", calls)
 
 
