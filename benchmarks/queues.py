@@ -73,7 +73,7 @@ class Queue:
 RQ_SETUP = """import redis, rq, rq.decorators, rq_jobs
 retry = rq.Retry(max=10, interval=60) if "TIMEOUT" in os.environ else rq.Retry(max=3)
 queue = rq.Queue(connection=redis.Redis.from_url(os.environ["REDIS_URL"]))"""
-RQ_WORKER = "rq worker --url {redis} --with-scheduler --maintenance-interval 5 --worker-ttl 30"
+RQ_WORKER = "rq worker --url $REDIS_URL --with-scheduler --maintenance-interval 5 --worker-ttl 30"
 RQ = Queue(
     "rq",
     RQ_WORKER,
@@ -115,9 +115,10 @@ QUEUES = {
     ),
     "Dask": Queue(
         "distributed redis",
-        "dask worker tcp://127.0.0.1:{port} --no-nanny --nthreads 1 --no-dashboard",
-        "import dask, dask_jobs, distributed\ncluster = distributed.LocalCluster(n_workers=0, scheduler_port={port}, "
-        "dashboard_address=None)\nclient = distributed.Client(cluster)\njobs = []",
+        "dask worker tcp://127.0.0.1:$PORT --no-nanny --nthreads 1 --no-dashboard",
+        "import dask, dask_jobs, distributed\ncluster = distributed.LocalCluster(n_workers=0, "
+        "scheduler_port=int(os.environ['PORT']), dashboard_address=None)\n"
+        "client = distributed.Client(cluster)\njobs = []",
         "jobs.append(client.submit(dask_jobs.report, day, pure=False))",
         "dask.delayed(function)",
     ),
@@ -183,12 +184,12 @@ class Round:
         self.witness = self.folder / "witness"
         server, home = stack.enter_context(redis_server()), environment_of(queue)
         self.python = str(home / "bin" / "python")
-        self.values = {"redis": server.url, "port": free_ports(1)[0]}
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
             "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": f"{JOBS}:{ROOT}",
             "REDIS_URL": server.url,
+            "PORT": str(free_ports(1)[0]),
             "ONLY_ONE_REDIS_URL": server.url,
             "WITNESS": str(self.witness),
             "DATABASE": str(self.folder / "database"),
@@ -203,14 +204,13 @@ class Round:
         """A worker on a machine of its own."""
         inside = [*(unshare(*MACHINE) or ()), "sh", "-c", f'hostname machine-{number} && exec "$@"', "sh"]
         log = self.stack.enter_context((self.folder / f"machine-{number}.log").open("wb"))
-        command = [*inside, "sh", "-c", self.queue.worker.format(**self.values)]
+        command = [*inside, "sh", "-c", self.queue.worker]
         worker = Guarded(command, grace=1, env=self.env, cwd=JOBS, stdout=log, stderr=log)
         return self.stack.enter_context(worker)
 
     def sender(self) -> tuple[Any, str]:
         """A process that sends the job of each day that is written to it, and what it says of the wrong order."""
-        setup = self.queue.setup.replace("{port}", str(self.values["port"]))
-        program = SENDER.format(setup=setup, wrong=self.queue.wrong, send=self.queue.send)
+        program = SENDER.format(setup=self.queue.setup, wrong=self.queue.wrong, send=self.queue.send)
         pipes: dict[str, Any] = {"text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         sender: Any = subprocess.Popen([self.python, "-c", program], env=self.env, cwd=JOBS, **pipes)
         self.stack.enter_context(sender)  # it ends when nothing more is written to it
