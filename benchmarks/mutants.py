@@ -1,13 +1,13 @@
 """Change one module in small ways, and list the changes that none of its tests notices: ``make mutants``.
 
-    python -m benchmarks.mutants only_one/lock/commands.py [TESTS ...] [--jobs N] [--lua] [--write]
+    python -m benchmarks.mutants only_one/lock/commands.py [TESTS ...] [--jobs N] [--lua]
 
 mutmut changes the Python code. It does not see Lua: with --lua, `lua_mutants` changes the Lua texts.
 `mutants.csv` has the results of each module so far, and the tests that saw them, which run again if none are given.
 What a module does for another room needs that room's tests, too: `only_one/call/owed_key.py tests/call tests/celery`.
 mutmut runs the tests of a change in a fork of this process, so it cannot see what only other processes run.
 A change by which the tests take many times as long is noticed, too.
---write replaces the module's line of the table.
+The module's line of the table is written anew, so ``git diff`` shows what has changed.
 `.venv/bin/mutmut show NAME` shows one of mutmut's changes.
 """
 
@@ -112,20 +112,18 @@ def lua_survivors(module: str, tests: list[str]) -> tuple[int, list[str]]:
 
 
 def main() -> None:
-    """Print what survives, and the module's line of the table as it was and as it is."""
+    """Print what survives, and write the module's line of the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", help="a file of the package, such as only_one/lock/renewal.py")
     parser.add_argument("tests", nargs="*", help="files or folders of tests (those of the table)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutmut's processes (one for each core)")
     parser.add_argument("--lua", action="store_true", help="the Lua texts, and not the Python code")
-    parser.add_argument("--write", action="store_true", help="write the module's line of the table anew")
     given = parser.parse_args()
     name = f"{given.module}{' (Lua)' * given.lua}"
     with TABLE.open(newline="") as file:
         head, *rows = csv.reader(file)
     table = {row[0]: row for row in rows}
-    before = table.get(name, [""])
-    tests = given.tests or before[-1].split()
+    tests = given.tests or table.get(name, [""])[-1].split()
     if not tests:
         parser.error(f"{name} is not in the table: which tests?")
     os.environ.setdefault("ONLY_ONE_TEST_LIMIT", WAITS)
@@ -136,10 +134,9 @@ def main() -> None:
     killed = number - len(survivors)
     percent = 100 * killed / max(number, 1)
     table[name] = [name, f"{killed}", f"{len(survivors)}", f"{percent:.1f}", " ".join(tests)]
-    print(*survivors, head, before, table[name], sep="\n")
-    if given.write:
-        with TABLE.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([head, *sorted(table.values())])
+    print(*survivors, table[name], sep="\n")
+    with TABLE.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([head, *sorted(table.values())])
 
 
 if __name__ == "__main__":
