@@ -535,8 +535,9 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     ends_itself = {"ignore"} if history.plan.acks_late else {"ignore", "requeue"}
     if any(not ends_itself.isdisjoint((*each.ends[:1], *each.in_hook)) for each in same):
         return  # the tasks before it were dropped for it
-    # Tasks are numbered as they arrive, so a task that was sent at the same time, or on a slow line, may be the newest.
-    newest = [name for name, each in history.triggers.items() if each.asked > sent[-1].asked - _JUST_NOW]
+    # Tasks are numbered as they arrive, so one that was sent before may be the newest: if no child was free for it.
+    arrived_at = {name: history.arrived_at.get(name, each.asked) for name, each in history.triggers.items()}
+    newest = [name for name, at in arrived_at.items() if at > sent[-1].asked - _JUST_NOW]
     newest += [each.name for each in same]
     outcomes = checker.outcomes_of(*newest)
     at_once = [name for name, at in history.ended_at.items() if at >= sent[-1].asked]
