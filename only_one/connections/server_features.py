@@ -34,8 +34,11 @@ def is_of_another_type(error: object) -> bool:
     return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
 
 
-_FORBIDDEN = ("permission", "can't run this command", "unknown command")
-"""Parts of an error's text which say that the user lacks a right, or that the server has no such command."""
+_FORBIDDEN = ("permission", "can't run this command", "unknown command", "unsupported command", "not available")
+"""Parts of an error's text which say that the user lacks a right, or that the server has no such command.
+
+The last two are of servers that speak Redis's protocol and have words of their own: Envoy and Pika, and Upstash.
+"""
 
 
 def is_forbidden(error: object) -> bool:
