@@ -60,11 +60,25 @@ def _after(
     than two attempts to know that a server is down. Other clients send again by themselves.
     """
     raise_what_signal_handler_raised(error, handled)
+    error = as_trouble(error)
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
         note_unanswered()
         if sends_again and not isinstance(error, ServerTimeout):
             return command, False
     return commands.throw(error), sends_again
+
+
+def as_trouble(error: Exception) -> Exception:
+    """The error if it is redis-py's or the system's, else redis-py's ``ConnectionError``, with the error as its cause.
+
+    The user's code that connects may raise any exception. And redis-py raises ``ValueError`` or ``AttributeError`` if
+    another thread closes the user's client during a command.
+    """
+    if isinstance(error, TROUBLE):
+        return error
+    trouble = redis.ConnectionError(f"{type(error).__name__}: {error}")
+    trouble.__cause__ = error
+    return trouble
 
 
 def drive(client: Any, commands: Commands[T]) -> T:

@@ -14,7 +14,7 @@ from only_one.driver import ServerTimeout
 from only_one.errors import ConfigurationError
 from only_one.signatures import signature
 
-from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed, raise_as_connection_error
+from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed
 from .timeouts import NO_NOTICES
 
 _sentinel: Any = sentinel  # a module without types
@@ -89,12 +89,10 @@ class AsyncClient:
             if isinstance(error, redis.TimeoutError) and self._note_timeout(asked, sent):
                 raise ServerTimeout(*error.args) from None
             raise
-        except BaseException as error:
+        except BaseException:
             if client is self.client:  # else another command has made a new client already
                 self._begin()
             turns.release()  # the interruption may have lost a turn, for which a command waits
-            if isinstance(error, Exception):
-                raise_as_connection_error(error)
             raise
         finally:
             if client is not self.client:

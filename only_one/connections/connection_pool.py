@@ -22,7 +22,7 @@ from weakref import WeakSet, finalize
 import redis
 from redis.cluster import ClusterNode
 
-from only_one.driver import RAW, Command, is_of_signal_handler, note_unanswered, raised_by_signal_handler
+from only_one.driver import RAW, Command, as_trouble, is_of_signal_handler, note_unanswered, raised_by_signal_handler
 from only_one.forks import in_each_child
 from only_one.signatures import signature
 
@@ -372,8 +372,10 @@ class _GuardedPool:
         try:
             connection = super().get_connection(*args, **options)  # type: ignore[misc]
         except Exception as error:
-            raise_as_connection_error(error)
-            raise
+            if is_of_signal_handler(error):
+                raise
+            trouble = as_trouble(error)
+            raise trouble from trouble.__cause__
         # An exception that is handled already is none of the command's. The connection keeps its id, because a
         # reference would keep the exception alive for as long as the connection.
         connection.lent_during = id(sys.exc_info()[1])
@@ -421,16 +423,3 @@ class _Idle:
     def get(self, block: bool, timeout: float | None) -> Any:  # noqa: FBT001 - as in `LifoQueue`
         self._turns.get(block, timeout)
         return self.queue.pop()
-
-
-def raise_as_connection_error(error: Exception) -> None:
-    """Raise redis-py's ``ConnectionError`` in place of an exception of the user's code that connects.
-
-    The exception of a signal handler is not replaced, because it is no trouble of the server.
-
-    Raises:
-        ConnectionError: unless ``error`` is redis-py's, the system's or a signal handler's.
-    """
-    if not isinstance(error, (redis.RedisError, OSError)) and not is_of_signal_handler(error):
-        msg = f"{type(error).__name__}: {error}"
-        raise redis.ConnectionError(msg) from error

@@ -156,6 +156,28 @@ def test_whatever_is_raised_while_connecting(
         decorate(lambda: "done", redis=client)()
 
 
+@kinds
+def test_a_client_that_another_thread_closes_when_a_reply_has_come(
+    redis_url: str, redis: redis_py.Redis, key: str, kind: type[redis_py.Redis]
+) -> None:
+    """redis-py raises the error of its closed buffer then, and none of its own."""
+    client = kind.from_url(redis_url)
+    run = decorated(lambda: "done", redis=client)
+    assert run() == "done"
+
+    def at_reply(_: object, event: str, function: Any) -> None:
+        if event == "c_return" and function.__name__ == "recv":
+            sys.setprofile(None)
+            client.close()
+
+    sys.setprofile(at_reply)
+    with pytest.raises(LockUnavailable, match="ValueError"):
+        run()
+    assert eventually(lambda: not redis.exists(key))
+    assert run() == "done"
+    client.close()
+
+
 @both
 def test_a_server_that_is_down_while_what_a_signal_has_raised_is_handled(proxy: Proxy, decorate: Decorate) -> None:
     with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), proxy.cut():
