@@ -22,7 +22,6 @@ from typing import Any
 import redis
 import redis.asyncio
 from celery import Celery
-from celery.app.trace import build_tracer
 
 from only_one import configure, only_one
 from only_one.testing import redis_server
@@ -216,6 +215,8 @@ def app_of(url: str) -> Celery:
 
 def runs_of_tasks(measure: Measure, client: Any, url: str) -> None:
     """Processor time that is added to a task's run, in Celery's own tracer, over what two bare commands add there."""
+    from celery.app.trace import build_tracer  # noqa: PLC0415 - only processes that run tasks import it
+
     app, ids, two = app_of(url), count(), two_commands(client)
 
     def nothing(feed_url: str) -> None:

@@ -263,7 +263,9 @@ def _caller_of(decoration: Decoration, wrapper: Any, args: tuple[Any, ...], kwar
     task = None
     if _CELERY in sys.modules:
         delivery = _delivery()
-        task = delivery.current_task()
+        # Without the tracer, as in a web process, no task runs. Celery is asked only with it, because to say that there
+        # is no task it raises two exceptions, which cost more than the key.
+        task = delivery.current_task() if "celery.app.trace" in sys.modules else None
         caller: Caller = delivery.caller_of(task, decoration, wrapper, args)
         if caller is not decoration.plain:
             return caller

@@ -135,7 +135,9 @@ def test_a_call_from_inside_its_own_run_is_no_redelivery_of_it(queue: Queue, key
     assert answer.get() == ["begun", None]
 
 
-def test_a_bound_task_that_is_called_by_hand_is_a_function_whose_key_has_no_task(queue: Queue, keys: Keys) -> None:
+def test_a_bound_task_that_is_called_by_hand_is_a_function_whose_key_has_no_task(
+    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def work(self: Any, value: str) -> Any:  # noqa: ARG001 - the task
         return current_lock().key, *whose()
 
@@ -143,6 +145,10 @@ def test_a_bound_task_that_is_called_by_hand_is_a_function_whose_key_has_no_task
     task = a_task(queue.app, work, key=key, celery={"bind": True})
     for call in (task, task.run):
         assert call("by hand") == (f"{keys.prefix}k-by hand", f"{__name__}.{work.__qualname__}", None, None)
+        with monkeypatch.context() as of_a_web_process:  # which does not ask Celery for a task
+            of_a_web_process.delitem(sys.modules, "celery.app.trace")
+            of_a_web_process.delattr(celery._state, "get_current_task")
+            assert call("by hand")[0] == f"{keys.prefix}k-by hand"
     assert task.apply(("eager",), task_id="mine").get() == (f"{keys.prefix}k-eager", task.name, "mine", 0)
     answer = task.delay("queued")
     assert queue.deliver() == (f"{keys.prefix}k-queued", task.name, answer.id, 0)
