@@ -14,7 +14,7 @@ from . import settings
 from .connections.server import Server, Source, find_server
 from .connections.server_features import is_of_another_type
 from .decorator import configured_by_app, is_task
-from .driver import RAW
+from .driver import RAW, raw_sender
 from .errors import ConfigurationError
 from .forks import see_fork
 from .holder import Holder
@@ -124,7 +124,7 @@ def holder_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Hol
             the key.
     """
     server, key = _call(function, args, kwargs)
-    return Holder.parse(server.client.execute_command("GET", key, **RAW) or b"")
+    return Holder.parse(raw_sender(server.client)(("GET", key)) or b"")
 
 
 def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
@@ -141,7 +141,7 @@ def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
             the key.
     """
     server, key = _call(function, args, kwargs)
-    value = server.client.execute_command("GET", key, **RAW)
+    value = raw_sender(server.client)(("GET", key))
     return value is not None and release_now(server.client, server.features, key, value).status == "held"
 
 

@@ -12,7 +12,7 @@ from celery.states import FAILURE, SUCCESS
 from only_one.call.effective_options import effective_options
 from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
-from only_one.driver import RAW, drive
+from only_one.driver import drive, raw_sender
 from only_one.lock.commands import evaluate
 from only_one.lock.renewal import finish_pending_releases, release_later
 from only_one.lock.token import words_of
@@ -74,7 +74,7 @@ def withdraw(task: Any, request: Any) -> None:
     if withdrawal is None:
         return
     try:
-        withdrawal.server.client.execute_command(*withdrawal.command(), **RAW)
+        raw_sender(withdrawal.server.client)(withdrawal.command())
     except Exception as error:  # noqa: BLE001 - nobody would catch it
         warn_once(f"a key of {task.name}, which ended without it, could not be released yet", error)
         release_later(withdrawal)

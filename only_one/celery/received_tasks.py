@@ -20,7 +20,7 @@ from only_one.call.effective_options import Call, EffectiveOptions
 from only_one.call.owed_key import note_of
 from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.driver import RAW, TROUBLE, drive
+from only_one.driver import TROUBLE, drive, raw_sender
 from only_one.events import log
 from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of
@@ -246,7 +246,7 @@ def _store_queued(lease: _WaitingLease) -> None:
     client, request, queued = lease.server.client, lease.request(), lease.queued_again()
     left = queued.until - now()
     # The task may have begun, have ended or have been requeued, though Celery still has its request.
-    value = client.execute_command("GET", lease.key, **RAW)
+    value = raw_sender(client)(("GET", lease.key))
     if value is None:
         return
     if request is not None and request.acknowledged:

@@ -10,7 +10,7 @@ from redis import backoff, exceptions
 from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connection, retry, sentinel
 
 from only_one.clock import now
-from only_one.driver import ServerTimeout
+from only_one.driver import RAW, Command, ServerTimeout
 from only_one.errors import ConfigurationError
 from only_one.signatures import signature
 
@@ -67,8 +67,8 @@ class AsyncClient:
     def _begin(self) -> None:
         self.client, self._turns = self._make(), asyncio.Semaphore(self._most)
 
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command, and return its reply."""
+    async def send_raw(self, command: Command) -> Any:
+        """Send a command, and return its reply as bytes."""
         if self.to_be_closed:
             await self.close_what_is_left()
         asked, sent = now(), 0.0
@@ -80,7 +80,7 @@ class AsyncClient:
                     msg = "Timeout waiting for a connection: the server did not answer on any"
                     raise ServerTimeout(msg)  # noqa: TRY301 - a time-out like any other
                 sent = now()
-                reply = await client.execute_command(*args, **options)
+                reply = await client.send_raw(command)
                 self._answered_at = now()
                 return reply
         except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
@@ -152,7 +152,7 @@ class _KeptConnections:
         self._broken: list[Any] = []
         self._all: set[Any] = set()  # a connection that an exception between two lines has lost is in this set only
 
-    async def execute_command(self, *args: Any, **_options: Any) -> Any:
+    async def send_raw(self, command: Command) -> Any:
         """Send a command, and return its reply as bytes."""
         while self._broken:
             broken = self._broken.pop()
@@ -166,7 +166,7 @@ class _KeptConnections:
             # No time limit for the sending, for which redis-py would start a task: one short command does not wait.
             # And no check of the connection, which would then wait without a limit: a broken one fails anyhow.
             connection.socket_timeout = None
-            await connection.send_packed_command((packed(args),), check_health=False)
+            await connection.send_packed_command((packed(command),), check_health=False)
             connection.socket_timeout = self._read_timeout
             reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:
@@ -281,7 +281,7 @@ class _Cluster(RedisCluster):
             nodes.nodes_cache[node_name] = cluster.ClusterNode(name, int(number), **nodes.connection_kwargs)
         return super().get_node(host, port, node_name)
 
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
+    async def send_raw(self, command: Command) -> Any:
         """Send a command once the slots are known. Else redis-py 7 would send the first ones to any node.
 
         If no node can be reached, all commands that wait for this look give up: each would look for as long.
@@ -296,7 +296,7 @@ class _Cluster(RedisCluster):
             except exceptions.RedisClusterException:
                 self._unreachable_at = now()
                 raise
-        return await super().execute_command(*args, **options)
+        return await self.execute_command(*command, **RAW)
 
     async def _look(self) -> None:
         """Ask where the slots are, unless they are known; twice, if redis-py has no node left that it could ask."""

@@ -89,7 +89,7 @@ def _return(pool: Any, connection: Any) -> None:
 
 
 class PinnedClient(redis.Redis):
-    """A client that sends each command on a connection that it keeps, and not through the pool.
+    """A client that sends the commands of drivers on connections that it keeps, and not through the pool.
 
     redis-py's pool checks each connection before it lends it, because the server may have closed it. The check costs
     three system calls. This client does not check: if the server has closed the kept connection, the command fails,
@@ -126,14 +126,8 @@ class PinnedClient(redis.Redis):
         renews = hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
         return is_plain and is_known and not renews and pool.max_connections >= redis.ConnectionPool().max_connections
 
-    def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command, and return its reply; see redis-py.
-
-        Only commands with ``RAW``, whose replies need no parsing, are sent on a kept connection.
-        """
-        untyped: Any = super()
-        if options != RAW:
-            return untyped.execute_command(*args, **options)
+    def send_raw(self, command: Command) -> Any:
+        """Send a command of a driver on a kept connection, and return its reply, in bytes."""
         try:
             pinned: _Pinned | None = self.kept.pop()
         except IndexError:
@@ -144,9 +138,9 @@ class PinnedClient(redis.Redis):
 
         try:
             try:
-                reply = _exchange(connection, args)
+                reply = _exchange(connection, command)
             except redis.RedisError as error:
-                reply = _exchange_again(connection, args, error, handled)
+                reply = _exchange_again(connection, command, error, handled)
         except BaseException as error:
             self._end(pinned, error)
             is_closed = isinstance(error, redis.ConnectionError) and not raised_by_signal_handler(error, handled)
@@ -156,7 +150,8 @@ class PinnedClient(redis.Redis):
         else:
             self._keep(pinned)
             return reply
-        return untyped.execute_command(*args, **options)
+        untyped: Any = super()
+        return untyped.execute_command(*command, **RAW)
 
     def _end(self, pinned: _Pinned, error: BaseException) -> None:
         """Keep or drop a connection whose command has raised an error."""

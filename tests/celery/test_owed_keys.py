@@ -155,7 +155,7 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
             return
         with monkeypatch.context() as cut:
             if how == "cut off":  # it cannot say that it has ended
-                cut.setattr(PinnedClient, "execute_command", raises(ConnectionError()))
+                cut.setattr(PinnedClient, "send_raw", raises(ConnectionError()))
             result = queue.deliver_elsewhere(message)
         assert how == "cut off" or isinstance(result, AlreadyRunning if how == "failed" else type(None))
 

@@ -11,7 +11,6 @@ import random
 import warnings
 from collections import defaultdict
 from contextlib import nullcontext, suppress
-from functools import partial
 from typing import Any
 from unittest.mock import AsyncMock
 from weakref import ref
@@ -24,7 +23,7 @@ from only_one import LockUnavailable, current_lock, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server, find_server
 from only_one.connections.timeouts import with_short_timeouts
-from only_one.driver import RAW, ServerTimeout
+from only_one.driver import ServerTimeout
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT
 from tests.clients import Clients
@@ -68,12 +67,12 @@ def test_a_command_that_is_refused_keeps_its_connection(redis: Any, named: Any, 
 
     async def main() -> None:
         client = await server.async_client()
-        for send in (client.execute_command, partial(asyncio.to_thread, server.client.execute_command)):
-            await send("PING", **RAW)
+        for send in (client.send_raw, lambda command: asyncio.to_thread(server.client.send_raw, command)):
+            await send(("PING",))
             before = connections()
             for _ in range(3):
                 with pytest.raises(redis_py.ResponseError, match="WRONGTYPE"):
-                    await send("GET", key, **RAW)
+                    await send(("GET", key))
             assert connections() == before
 
     asyncio.run(main())
@@ -91,14 +90,14 @@ def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy, monkeyp
         client = await server.async_client()
 
         def ask() -> Any:
-            return client.execute_command("CLIENT", "ID", **RAW)
+            return client.send_raw(("CLIENT", "ID"))
 
         monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", AsyncMock(side_effect=AssertionError))
 
         async def time_out() -> None:
             proxy.lose_request("ECHO", then="hang")
             with pytest.raises(redis_py.TimeoutError):
-                await client.execute_command("ECHO", "x", **RAW)
+                await client.send_raw(("ECHO", "x"))
 
         kept = await asyncio.gather(ask(), ask())
         await time_out()
@@ -117,9 +116,9 @@ def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fai
     check = AsyncMock()
 
     async def main() -> None:
-        await client.execute_command("PING")
+        await client.send_raw(("PING",))
         monkeypatch.setattr(redis_asyncio.Connection, "check_health", check)
-        await client.execute_command("PING")
+        await client.send_raw(("PING",))
         (connection,) = client.client._idle
         await connection.disconnect()
         connection.disconnect = AsyncMock(side_effect=TimeoutError)
@@ -186,7 +185,7 @@ def test_our_own_connections_hear_no_news_of_maintenance(redis_url: str, said: d
 
     async def main() -> None:
         client = make_async_client(redis_py.Redis(connection_pool=pool))
-        await client.execute_command("PING", **RAW)
+        await client.send_raw(("PING",))
         (connection,) = client.client._idle
         assert connection._maint_notifications_connection_handler is None
         await client.aclose()
@@ -281,15 +280,15 @@ class Commands:
         self._may_end: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.tasks: dict[str, asyncio.Task[Any]] = {}
 
-    async def execute_command(self, command: str) -> str:
+    async def send_raw(self, command: Any) -> Any:
         await self._may_end[command].wait()
         if command.startswith("times out"):
             raise redis_py.TimeoutError
         return command
 
-    async def send(self, *commands: str) -> None:
+    async def send(self, *commands: Any) -> None:
         for command in commands:
-            self.tasks[command] = asyncio.create_task(self._client.execute_command(command))
+            self.tasks[command] = asyncio.create_task(self._client.send_raw(command))
         await asyncio.sleep(0)
 
     async def end(self, *commands: str, error: type[Exception] = redis_py.TimeoutError) -> None:
@@ -351,7 +350,7 @@ def test_a_command_that_is_cancelled_never_leaves_its_reply_to_another(redis_url
         client = await server.async_client()
 
         async def ask(number: int) -> str:
-            reply = await client.execute_command("ECHO", f"{number}", **RAW)
+            reply = await client.send_raw(("ECHO", f"{number}"))
             return "its own" if reply == b"%d" % number else "another's"
 
         async def cancel_at_random(number: int) -> str:

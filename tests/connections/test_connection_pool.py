@@ -35,7 +35,7 @@ from only_one.clock import now
 from only_one.connections import connection_pool
 from only_one.connections.connection_pool import _MOST_KEPT, PinnedClient, _packed, _Pinned, guarded_pool, packed
 from only_one.connections.server import Server
-from only_one.driver import RAW, unanswered
+from only_one.driver import raw_sender, unanswered
 from only_one.events import Down
 from only_one.lock.redis_lock import Lock
 from rigs.proxy import Proxy
@@ -62,7 +62,7 @@ _texts = count()
 def echo(client: Any) -> bool:
     """Send a command whose reply can be no other command's."""
     text = f"text {os.getpid()} {next(_texts)}"
-    reply = client.execute_command("ECHO", text, **RAW)
+    reply = raw_sender(client)(("ECHO", text))
     assert reply == text.encode()
     return True
 
@@ -230,9 +230,7 @@ def test_clients_whose_connections_are_pinned(server: RedisServer, make: Callabl
         (before,) = kept(pinned)
         assert echo(pinned)
         assert kept(pinned) == {before}
-        # A command with other options is redis-py's, which reads the reply by them.
         pinned.set("bytes", b"\xff")
-        assert pinned.execute_command("GET", "bytes", NEVER_DECODE=True) == b"\xff"
         assert kept(pinned) == {before}
 
 
@@ -397,7 +395,7 @@ def test_a_command_that_times_out_is_sent_as_often_as_the_client_says(
                 signal.raise_signal(signal.SIGUSR1)
             except TimeoutError:  # that of a signal handler, which was handled before and is none of the command's
                 with pytest.raises(redis_py.TimeoutError) as caught:
-                    pinned.execute_command("INCR", f"{prefix}number", **RAW)
+                    pinned.send_raw(("INCR", f"{prefix}number"))
         assert proxy.commands == ["INCR"] * (1 + retries)
         # Not only when what was raised, and with it the call, is forgotten.
         assert pinned.kept == []
@@ -454,7 +452,7 @@ def test_a_connection_whose_closing_is_interrupted_is_closed_before_it_is_lent_a
     with monkeypatch.context() as once:
         once.setattr(connection, "send_packed_command", interrupt)
         with pytest.raises(Interruption):
-            pinned.execute_command("ECHO", "nobody's", **RAW)
+            pinned.send_raw(("ECHO", "nobody's"))
     with pytest.raises(Interruption):  # when it is closed to return it to the pool
         echo(pinned)
     echo(pinned)
@@ -469,7 +467,7 @@ def test_an_exception_that_is_handled_already_does_not_interrupt_the_return_of_a
     echo(pinned)
     monkeypatch.setattr(pinned.kept[0].connection, "send_packed_command", interrupt)
     with pytest.raises(Interruption):
-        pinned.execute_command("ECHO", "nobody's", **RAW)
+        pinned.send_raw(("ECHO", "nobody's"))
     monkeypatch.undo()
     before = unanswered.get()
     with suppress(Interruption):
@@ -492,7 +490,7 @@ def test_a_command_is_not_sent_again_because_of_what_a_signal_handler_raises(
         held = proxy.hold_up("PTTL")
         # With a text, of which redis-py tells if it is still sending.
         with raised_after(held.met, error, lambda kind: raises(kind("late"))), pytest.raises(redis_py.RedisError):
-            pinned.execute_command("PTTL", "k", **RAW)
+            pinned.send_raw(("PTTL", "k"))
         held.let_go()
         assert echo(pinned)
         assert proxy.commands == ["ECHO", "PTTL", "ECHO"]

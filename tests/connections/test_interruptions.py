@@ -208,11 +208,11 @@ def test_commands_that_are_forgotten_and_collected_outside_of_their_event_loop(
     """
 
     async def send(server: Server) -> None:
-        await (await server.async_client()).execute_command("GET", "k")
+        await (await server.async_client()).send_raw(("GET", "k"))
 
     async def begin(server: Server) -> Any:
         await send(server)
-        command = (await server.async_client()).execute_command("GET", "k")
+        command = (await server.async_client()).send_raw(("GET", "k"))
         command.send(None)
         return command
 

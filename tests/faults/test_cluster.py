@@ -224,7 +224,7 @@ def test_a_client_of_an_event_loop_closes_what_commands_open_after_redis_py_has_
 
     async def main() -> int:
         client = await Server(cluster.client).async_client()
-        await client.execute_command("GET", key, **RAW)
+        await client.send_raw(("GET", key))
         await client.client.aclose()
         opened = await client.client.get_node_from_key(key).execute_command("CLIENT ID")
         await client.aclose()

@@ -111,7 +111,7 @@ def test_a_wrong_url_is_told_with_what_to_write(
 
 
 async def ask_async(server: Server) -> None:
-    await (await server.async_client()).execute_command("PING")
+    await (await server.async_client()).send_raw(("PING",))
 
 
 @pytest.mark.parametrize(
