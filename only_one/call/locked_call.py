@@ -276,9 +276,9 @@ class LockedCall(Call):
         if result is None:
             self.clean_up(no_write_in_flight=True, retained=self._retained)
         else:
-            # If it is not certain, the first of two releases may have deleted the key, or the key may have expired.
-            is_certain = unanswered.get() == self._unanswered and now() < self.lease.expires_at
-            was_deleted = result.status == "gone" and is_certain
+            is_gone = result.status == "gone"
+            # Else the first of two releases may have deleted the key, or the key may have expired.
+            was_deleted = is_gone and unanswered.get() == self._unanswered and now() < self.lease.expires_at
             is_lost = was_deleted or result.status == "taken"
             if self.lost is None and is_lost:
                 reason = "deleted" if was_deleted else "taken"

@@ -89,7 +89,7 @@ class Lease:
     @property
     def is_held(self) -> bool:
         """Whether the key is ours, as far as this process can know."""
-        return self.expires_in > 0
+        return self.reason is None and now() < self.expires_at
 
     def ensure_held(self) -> None:
         """Stop a run that has lost its key.
