@@ -127,7 +127,7 @@ class _SearchOfServer(_KilledRun):
 
     def act_on(self, reply: Any) -> bool:  # noqa: ARG002
         """Begin the searches; in the renewing thread, because a cluster is asked for its nodes."""
-        for node in self.server.nodes():
+        for node in self.server.nodes.all():
             release_later(_SearchOfNode(node, self.options.prefix, self.delivery, self.options))
         return True
 

@@ -22,13 +22,11 @@ from only_one.option_values import check_callable
 from only_one.threads import start_native_thread
 
 from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
-from .cluster import ClusterNodes
 from .connection_pool import PinnedClient, guarded
 from .inherited_locks import renew_locks_in_children
-from .node import Node
-from .sentinel import MasterNode
+from .nodes import ClusterNodes, Node, nodes_of
 from .server_features import Features
-from .timeouts import OUR_TIMEOUTS, with_short_timeouts
+from .timeouts import OUR_TIMEOUTS
 
 Source = Union[str, Any, Callable[[], Any]]
 """A URL, a client, or a callable that returns a client or a URL."""
@@ -61,13 +59,14 @@ class _NoClient:
 
     pipeline = scan_iter = execute_command
 
-    def nodes(self) -> Union["ClusterNodes", Node]:
+    @property
+    def nodes(self) -> ClusterNodes | Node:
         """The nodes of the server once the callable has made a client; until then one whose every command fails.
 
         The callable is called again in a thread of its own, because it is the user's code and may take long.
         """
         if self._server is not None and self._server.is_known:
-            return self._server.all_nodes()
+            return self._server.nodes
         if not self._is_asking:
             start_native_thread("only_one-client", self._ask_again)
         return Node(self)
@@ -100,24 +99,21 @@ class Server:
         self._nodes: ClusterNodes | Node | None = None
         renew_locks_in_children(self)
 
-    def node_of(self, key: str) -> Node:
-        """The node that stores ``key``, for the renewing thread: with connections of its own, and short time-outs.
+    @property
+    def nodes(self) -> ClusterNodes | Node:
+        """The nodes that store the keys, for the renewing thread: with connections of its own, and short time-outs.
 
         Neither a pool without free connections nor a server that does not answer may keep the thread from others.
         """
-        return self.all_nodes().node_of(key)
-
-    def nodes(self) -> list[Node]:
-        """All nodes that store keys: the server itself, or those of a cluster."""
-        return self.all_nodes().nodes()
-
-    def all_nodes(self) -> ClusterNodes | Node:
-        """The cluster's nodes, or the one node that there is: the object with ``nodes`` and ``node_of``."""
         if isinstance(self._given, _NoClient):
-            return self._given.nodes()
+            return self._given.nodes
         if self._nodes is None:
-            self._nodes = _nodes_of(self._given)
+            self._nodes = nodes_of(self._given)
         return self._nodes
+
+    def node_of(self, key: str) -> Node:
+        """The one of these nodes that stores ``key``."""
+        return self.nodes.node_of(key)
 
     def describe(self, problem: Exception) -> str:
         """The type and the text of an error, with the server's address, and what to write instead if that is known."""
@@ -144,15 +140,6 @@ class Server:
             generator = _open_async_client(self._given)
             clients[self] = await anext(generator), generator
         return clients[self][0]
-
-
-def _nodes_of(given: Any) -> ClusterNodes | Node:
-    """The nodes of the server of a client, as the renewing thread asks them."""
-    if isinstance(given, redis.RedisCluster):
-        return ClusterNodes(given)
-    client = with_short_timeouts(given)
-    pool = getattr(client, "connection_pool", None)
-    return MasterNode(client, given) if type(pool) is redis.SentinelConnectionPool else Node(client)
 
 
 async def _open_async_client(given: Any) -> AsyncGenerator[AsyncClient, None]:

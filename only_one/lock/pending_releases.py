@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from redis.exceptions import ResponseError
 
 from only_one.clock import now
-from only_one.connections.node import LONG_TURN, Node, trips
+from only_one.connections.nodes import LONG_TURN, Node, trips
 from only_one.connections.server import Server
 from only_one.driver import Command
 

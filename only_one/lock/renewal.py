@@ -16,7 +16,7 @@ from weakref import ref
 import redis
 
 from only_one.clock import now
-from only_one.connections.node import LONG_TURN, Node, trips
+from only_one.connections.nodes import LONG_TURN, Node, trips
 from only_one.connections.server import Server, eviction_warning
 from only_one.connections.server_features import is_forbidden, is_of_another_type
 from only_one.events import log, logger

@@ -284,7 +284,7 @@ def found(server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> list[
     options: Any = SimpleNamespace(server=server)
     with monkeypatch.context() as patch:
         patch.setattr(killed_runs, "release_later", looked_at.append)
-        for node in server.nodes():
+        for node in server.nodes.all():
             search = killed_runs._SearchOfNode(node, prefix, delivery, options)
             is_over = False
             while not is_over:

@@ -23,7 +23,6 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import ConfigurationError, LockUnavailable, current_lock
 from only_one.connections import server as servers
-from only_one.connections.cluster import ClusterNodes
 from only_one.connections.connection_pool import PinnedClient
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
@@ -97,9 +96,6 @@ def test_what_is_told_of_an_error(client: Any, error: Exception, told: str) -> N
 def test_a_cluster_is_sent_no_command_whose_slot_it_does_not_know() -> None:
     cluster, plain = servers.Server(CLUSTER), servers.Server(redis_py.Redis())
     assert (cluster.features.release, type(plain.client)) == ("EVAL", PinnedClient)
-    cluster._nodes = nodes = Mock(spec=ClusterNodes)
-    assert cluster.node_of("k") is nodes.node_of.return_value
-    nodes.node_of.assert_called_once_with("k")
 
 
 class SecretsAreElsewhere(Exception):

@@ -21,8 +21,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError, RedisError
 
 from only_one import ConfigurationError, LockUnavailable, configure, only_one
-from only_one.connections import cluster as clusters
-from only_one.connections import node as nodes
+from only_one.connections import nodes
 from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server, find_server
 from only_one.driver import RAW
@@ -350,8 +349,8 @@ class Said:
     """
 
     def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock = Clock(monkeypatch, nodes, clusters)
-        self.theirs = clusters.ClusterNodes(cluster.client)
+        self.clock = Clock(monkeypatch, nodes)
+        self.theirs = nodes.ClusterNodes(cluster.client)
         self.replies: dict[int, Callable[[str], Any]] = {}
         self.asked: list[tuple[int, str]] = []
         self.ports = [node.server.port for node in cluster.nodes]
@@ -365,7 +364,7 @@ class Said:
                 node.fail(pause)
             return replies
 
-        monkeypatch.setattr(clusters._ClusterNode, "send_here", send_here)
+        monkeypatch.setattr(nodes._ClusterNode, "send_here", send_here)
 
     def send(self, number: int, *commands: str) -> list[Any]:
         """What comes of commands that are sent to a node, and `asked` anew."""
@@ -578,14 +577,14 @@ def test_a_node_that_was_added_is_looked_at(prefix: str) -> None:
         cluster = Cluster(stack)  # of the test's own
         with cluster.connected():
             server, key = find_server(cluster.client), f"{prefix}k"
-            assert (list(held()), len(server.nodes())) == ([], 3)
+            assert (list(held()), len(server.nodes.all())) == ([], 3)
             added = cluster.joins()
             for node in (added, *cluster.nodes):
                 node.client.execute_command("CLUSTER SETSLOT", key_slot(key.encode()), "NODE", added.id)
             assert eventually(lambda: added.call("CLUSTER INFO")["cluster_state"] == "ok")
             added.client.set(key, "x", px=60_000)
             assert [each.key for each in held()] == [key]
-            assert len(server.nodes()) == 4
+            assert len(server.nodes.all()) == 4
 
 
 def test_calls_of_an_event_loop_know_together_that_no_node_can_be_reached(

@@ -12,6 +12,7 @@ import redis as redis_py
 from redis.sentinel import Sentinel
 
 from only_one import only_one
+from only_one.connections import nodes
 from only_one.connections import server as eviction
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer
@@ -43,7 +44,7 @@ def test_a_server_that_may_evict_keys_is_warned_of_once(
     times: dict[str, Any],
 ) -> None:
     """And no run waits for it; the thread that asks waits for as long as the test takes."""
-    monkeypatch.setattr(eviction, "with_short_timeouts", lambda client: client)
+    monkeypatch.setattr(nodes, "with_short_timeouts", lambda client: client)
 
     def warnings() -> list[str]:
         return [text for _, level, text in caplog.record_tuples if level == logging.WARNING and "maxmemory" in text]

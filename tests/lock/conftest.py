@@ -10,8 +10,7 @@ import pytest
 import redis as redis_py
 
 from only_one import configure
-from only_one.connections import node as nodes
-from only_one.connections import sentinel
+from only_one.connections import nodes
 from only_one.lock import commands, lease, pending_releases, renewal
 from tests.lock.watched import Watch
 from tests.renewal import Clock
@@ -21,7 +20,7 @@ from tests.renewal import Clock
 def clock() -> Iterator[Clock]:
     """The process's own thread may look at it, too, and is woken afterwards: by this clock it would sleep for a day."""
     with pytest.MonkeyPatch.context() as patch:
-        yield Clock(patch, renewal, pending_releases, commands, lease, nodes, sentinel)
+        yield Clock(patch, renewal, pending_releases, commands, lease, nodes)
     if not renewal._renewer.vacancy:
         renewal._renewer.see_to_it_by(-math.inf)
 

@@ -24,8 +24,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from redis.sentinel import Sentinel
 
 from only_one.clock import now
-from only_one.connections import node as nodes
-from only_one.connections import timeouts
+from only_one.connections import nodes, timeouts
 from only_one.connections.server import Server
 from only_one.events import log
 from only_one.lock import renewal

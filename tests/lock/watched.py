@@ -9,8 +9,7 @@ from weakref import ref
 
 import redis as redis_py
 
-from only_one.connections import node as nodes
-from only_one.connections import timeouts
+from only_one.connections import nodes, timeouts
 from only_one.connections.server import Server
 from only_one.lock import pending_releases, renewal
 from only_one.lock.lease import Lease
