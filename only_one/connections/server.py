@@ -18,12 +18,12 @@ from redis.client import Pipeline
 from only_one.driver import TROUBLE, raise_what_signal_handler_raised
 from only_one.errors import ConfigurationError
 from only_one.events import log
+from only_one.forks import renew_locks_in_children
 from only_one.option_values import check_callable
 from only_one.threads import start_native_thread
 
 from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
 from .connection_pool import PinnedClient, guarded
-from .inherited_locks import renew_locks_in_children
 from .nodes import ClusterNodes, Node, nodes_of
 from .server_features import Features
 from .timeouts import OUR_TIMEOUTS
