@@ -60,7 +60,8 @@ def _watch_run(task: Any, decoration: Decoration, arguments: tuple[Any, Any] | N
         return
     key = delivery.key_in_message(options.prefix, *arguments) if arguments else None
     if key is None:
-        release_later(_SearchOfServer(options.server, options.prefix, delivery, options))
+        for node in options.server.nodes.all():
+            release_later(_SearchOfNode(node, options.prefix, delivery, options))
     else:
         for_retry = delivery.retained_value(Call(options, options.server, key))
         release_later(_KilledRun(options.server, key, delivery, options, for_retry))
@@ -122,18 +123,11 @@ class _KilledRun(PendingRelease):
         return has_ended and self.for_retry is not None
 
 
-class _SearchOfServer(_KilledRun):
-    """A search for the key of a killed run whose message does not give the key: on each node that the server has."""
-
-    def act_on(self, reply: Any) -> bool:  # noqa: ARG002
-        """Begin the searches; in the renewing thread, because a cluster is asked for its nodes."""
-        for node in self.server.nodes.all():
-            release_later(_SearchOfNode(node, self.options.prefix, self.delivery, self.options))
-        return True
-
-
 class _SearchOfNode(_KilledRun):
-    """A search among the keys of a node, whose ``key`` is the prefix of the keys."""
+    """A search for the key of a killed run whose message does not give the key; its ``key`` is the prefix of all keys.
+
+    Its ``server`` is a node: each node of a cluster is searched.
+    """
 
     _cursor = 0
 
