@@ -12,7 +12,7 @@ from celery.states import FAILURE, SUCCESS
 from only_one.call.effective_options import effective_options
 from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
-from only_one.driver import drive, raw_sender
+from only_one.driver import drive
 from only_one.lock.commands import evaluate
 from only_one.lock.renewal import finish_pending_releases, release_later
 from only_one.lock.token import words_of
@@ -22,7 +22,7 @@ from .app_settings import app_options
 from .broker import waits_for
 from .delivery import unwrapped
 from .killed_runs import release_when_dead
-from .received_tasks import begun_request, warn_once
+from .received_tasks import begun_request
 from .requeue import header_of
 from .task_functions import decorations_of, key_of_message
 from .work import state_of, work_of
@@ -68,20 +68,8 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
     )
 
 
-def withdraw(task: Any, request: Any) -> None:
-    """Release the key of a unique task that has ended before it began; in the background, if that fails."""
-    withdrawal = withdrawal_of(task, request)
-    if withdrawal is None:
-        return
-    try:
-        raw_sender(withdrawal.server.client)(withdrawal.command())
-    except Exception as error:  # noqa: BLE001 - nobody would catch it
-        warn_once(f"a key of {task.name}, which ended without it, could not be released yet", error)
-        release_later(withdrawal)
-
-
-def withdraw_later(task: Any, request: Any, app: Any = None) -> None:
-    """The same in the background: the server may not answer, and the worker's main process has other messages."""
+def withdraw(task: Any, request: Any, app: Any = None) -> None:
+    """Release the key of a unique task that has ended before it began; in the background, as the server may be away."""
     if withdrawal := withdrawal_of(task, request, app):
         release_later(withdrawal)
 
@@ -92,13 +80,13 @@ def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: An
         # other task, the killed attempt is taken to be the last one.
         request = sender.request if sender.request.id == task_id else begun_request(task_id)
         request = request or Context(id=task_id, retries=sys.maxsize)
-        withdraw_later(sender, request)
+        withdraw(sender, request)
         release_when_dead(sender, args, kwargs, request)
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:  # noqa: FBT001
     """The task was revoked, or has expired."""
-    withdraw_later(sender, request)
+    withdraw(sender, request)
     may_have_begun = (request.delivery_info or {}).get("redelivered")  # and its process have been killed
     if terminated or may_have_begun:
         release_when_dead(sender, request.args, request.kwargs, request)
@@ -116,7 +104,7 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
 
 def _on_unknown(sender: Any, message: Any, **sent: Any) -> None:
     """The worker has no such task, and drops the message: another version of the code has sent it."""
-    withdraw_later(None, Context({**(message.headers or {}), "id": sent["id"]}), sender.app)
+    withdraw(None, Context({**(message.headers or {}), "id": sent["id"]}), sender.app)
 
 
 def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:

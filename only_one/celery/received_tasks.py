@@ -20,11 +20,11 @@ from only_one.call.effective_options import Call, EffectiveOptions
 from only_one.call.owed_key import note_of
 from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.driver import TROUBLE, drive, raw_sender
+from only_one.driver import TROUBLE, drive
 from only_one.events import log
 from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of
-from only_one.lock.commands import Retained, release_now, replace
+from only_one.lock.commands import Retained, replace
 from only_one.lock.lease import Lease
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, release_later
@@ -74,10 +74,17 @@ class _WaitingLease(Lease):
         token = work.token_factory(request.task, "received").token(limit)
         super().__init__(server, key, token, now(), min(DEFAULT_LEASE, most), inf if limit is None else limit)
 
-    def queued_again(self) -> Retained:
-        """The value of the task if it is in its queue again, and when that expires; the time may be past."""
-        left = self.may_wait()
-        return Retained(self._queued.token(left), now() + left, self.note)
+    def end_of_wait(self) -> PendingRelease:
+        """What is to be stored at the key when no worker has the task any more: the value of a task that is queued.
+
+        If the message is acknowledged, the task was given to a child that has not asked for the key yet. The task will
+        never run, and its key is released.
+        """
+        request, left = self.request(), self.may_wait()
+        queued: Retained | None = Retained(self._queued.token(left), now() + left, self.note)
+        if request is not None and request.acknowledged:
+            queued = None
+        return PendingRelease(self.server, self.key, self.token, self.expires_at, retained=queued)
 
     def lives_on(self, sent: float, ttl: float) -> None:
         """Note a renewal. The key is renewed no more once the task has ended, or is in its queue again."""
@@ -87,7 +94,7 @@ class _WaitingLease(Lease):
         if request is None or request.acknowledged:
             self.renew_at = self.ends_at
         if request is None and not self.message.acknowledged:
-            _store_queued_later(self)
+            _queue_again(self)
 
     @property
     def is_over(self) -> bool:
@@ -171,15 +178,13 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, consumer: Any
         _waiting.pop(lease.token, None)
 
 
-def _store_queued_later(lease: _WaitingLease) -> None:
-    """Store in the background that a task is in its queue again, because Celery has lost its connection to the broker.
+def _queue_again(lease: _WaitingLease) -> None:
+    """Store in the background that a task is no worker's, as Celery ends, or has lost its connection to the broker.
 
     The broker delivers the message again, soon or late, and perhaps to another worker.
     """
-    if _waiting.pop(lease.token, None) is None:  # the worker ends, and `_on_shutdown` has done it
-        return
-    queued = lease.queued_again()
-    release_later(PendingRelease(lease.server, lease.key, lease.token, queued.until, retained=queued))
+    if _waiting.pop(lease.token, None) is not None and not lease.is_over:  # else it has ended, or this was done
+        release_later(lease.end_of_wait())
 
 
 def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, request: Any) -> None:
@@ -220,43 +225,9 @@ def _number(delivery: Delivery, options: EffectiveOptions, request: Any) -> None
 
 
 def _on_shutdown(**_: Any) -> None:
-    """Store that the tasks which have not begun are in their queue again, and no worker's.
-
-    A server that does not answer is asked about one task only, and once more when the process exits.
-    """
-    away: set[Server] = set()
-    for token, lease in list(_waiting.items()):
-        if lease.server in away:
-            continue
-        if _waiting.pop(token, None) is None or lease.is_over:
-            continue
-        try:
-            _store_queued(lease)
-        except Exception as error:  # noqa: BLE001 - the next worker that receives it says so
-            warn_once("keys of tasks that are queued again could not be lengthened", error)
-            away.add(lease.server)
-
-
-def _store_queued(lease: _WaitingLease) -> None:
-    """Store that a task is in its queue again: at the key, or in the note for the run that has taken the key over.
-
-    If the message is acknowledged, the task was given to a child that has not asked for the key yet. The task will
-    never run, and its key is released.
-    """
-    client, request, queued = lease.server.client, lease.request(), lease.queued_again()
-    left = queued.until - now()
-    # The task may have begun, have ended or have been requeued, though Celery still has its request.
-    value = raw_sender(client)(("GET", lease.key))
-    if value is None:
-        return
-    if request is not None and request.acknowledged:
-        if value == lease.token:
-            release_now(client, lease.server.features, lease.key, lease.token)
-    elif value == lease.token and left > 0:
-        drive(client, replace(lease.key, lease.token, queued.value, left))
-    elif left > 0 and lease.is_lent_to(value):
-        # That run would store the value of this process, which is dead by then.
-        client.execute_command("SET", lease.note, queued.value, "NX", "PX", round(left * 1000))
+    """Store that the tasks which have not begun are in their queue again, and no worker's."""
+    for lease in list(_waiting.values()):
+        _queue_again(lease)
 
 
 def begun_request(task_id: str) -> Context | None:
