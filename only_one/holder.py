@@ -3,13 +3,31 @@
 import json
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 FORMAT = 1
 """The version of the value's meaning. A value of another version is no known holder, and is left alone.
 
 A new field does not raise it: unknown fields are ignored, and a missing one has its default in ``_ADDED_LATER``.
 """
+
+
+class Work(NamedTuple):
+    """The identity of the work of a Celery task's message. Of two works with one task id, the later is the greater.
+
+    Holder, header and completion marker of a message name the same work; a redelivery has the same work, too.
+
+    Attributes:
+        id: the id of the task.
+        replacement: how often the task was replaced so far, by Celery's ``replaced_task_nesting``; a task that comes
+            after a replaced one in its chain has the same number. A replacement has the task's id, and begins with
+            attempt 0.
+        attempt: the number of retries so far.
+    """
+
+    id: str
+    replacement: int
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,15 @@ class Holder:
     def __str__(self) -> str:
         task = f" (task {self.task_id})" if self.task_id else ""
         return printable(f"{self.name}{task}, pid {self.pid} on {self.host}")
+
+
+def work_held_by(holder: Holder | None) -> Work | None:
+    """The work of a holder; None if the holder is no message of a Celery task."""
+    if holder is None or holder.queue is not None:
+        return None
+    if holder.task_id is None or holder.attempt is None:
+        return None
+    return Work(holder.task_id, holder.replacement, holder.attempt)
 
 
 def task_id_of(value: str | bytes) -> str | None:

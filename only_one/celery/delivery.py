@@ -6,6 +6,7 @@ A task is never skipped because of its own lock.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from logging import INFO
 from math import inf
 from typing import Any, NoReturn
@@ -18,10 +19,11 @@ from only_one.call.effective_options import AtEnd, Call, Caller, Decoration, Pol
 from only_one.call.job_queues import Job, JobCaller
 from only_one.call.owed_key import note_of
 from only_one.clock import now
+from only_one.connections.server import Server
 from only_one.driver import drive
 from only_one.errors import AlreadyRunning, LockUnavailable
 from only_one.events import log
-from only_one.holder import Holder
+from only_one.holder import Holder, Work, work_held_by
 from only_one.lock.commands import Retained, evaluate
 from only_one.lock.liveness import is_gone
 from only_one.policies import BufferOne, RequeueRequest, carry_on, fail, retry, skip
@@ -29,9 +31,42 @@ from only_one.policies import Retry as RetryPolicy
 
 from . import coalescing, redelivery
 from .broker import marks_redeliveries, remembered_for, waits_for
-from .requeue import Header, end_delivery, header_of, publish
+from .requeue import Header, header_of, publish, work_of
 from .task_functions import TaskCaller, functions_of, functions_with_bases, key_of_message, task_of_items
-from .work import STATE, DeliveryState, Work, state_of, work_held_by, work_of
+
+_STATE = "only_one_delivery"
+"""The attribute of Celery's request that has the state of its delivery."""
+
+
+@dataclass(eq=False)
+class DeliveryState:
+    """What has become of a delivery so far: the calls in it tell each other, and ``ended_tasks`` at its end.
+
+    A base's ``__call__`` may call the task's function more than once in a delivery.
+
+    Attributes:
+        runs: by key, the decoration whose run holds the key; None once that run is over.
+        markers: server, key and name of the completion markers of these runs, in which the stored result is noted.
+        requeued: the signature by which the message was published again; None if it was not.
+        withdraws: whether a unique task's key is withdrawn at the end, because no run has begun and no message waits.
+        is_over: whether the message was requeued or dropped, so that no later call runs.
+    """
+
+    runs: dict[str, Decoration | None] = field(default_factory=dict)
+    markers: list[tuple[Server, str, str]] = field(default_factory=list)
+    requeued: Any = None
+    withdraws: bool = True
+    is_over: bool = False
+
+
+def state_of(request: Any) -> DeliveryState:
+    """The state of the delivery that Celery's request is about. Celery's copies of the request have the same one."""
+    # The request gets headers, because Celery makes headers of unknown attributes when it copies a request without any:
+    # the next message would carry the state, which cannot be serialized.
+    request.headers = request.headers or {}
+    state: DeliveryState = vars(request).setdefault(_STATE, DeliveryState())
+    return state
+
 
 _task_in_context: ContextVar[tuple[Any, Any]] = ContextVar("only_one_task", default=(None, None))
 """The task that is under way, and its request. Celery's own stack of tasks is not copied to other threads."""
@@ -74,7 +109,7 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     if task is None or not is_its_run:
         return plain
     request = task.request if _state.get_current_task() else _task_in_context.get()[1]
-    state = vars(request).get(STATE) or DeliveryState()
+    state = vars(request).get(_STATE) or DeliveryState()
     if state.is_over:
         raise Ignore
     if request.called_directly:
@@ -84,7 +119,7 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
         return ItemCaller(task, running.request, bound=bound)
     is_inside = decoration in state.runs.values()  # the task's run calls its own function
     if is_inside or request.is_eager:  # no message was delivered for the call
-        return TaskCaller(task, work_of(request).token_factory(task), bound=bound)
+        return TaskCaller(task, work_of(request), bound=bound)
     return TaskRun(task, request, bound=bound, decoration=decoration)
 
 
@@ -124,7 +159,7 @@ class Delivery(TaskCaller):
 
     def __init__(self, task: Any, request: Any, *, bound: bool = False, decoration: Decoration) -> None:
         self.work = work_of(request)
-        super().__init__(task, self.work.token_factory(task), bound=bound)
+        super().__init__(task, self.work, bound=bound)
         self._request = request
         self.decoration = decoration
         self._began = now()
@@ -192,7 +227,7 @@ class Delivery(TaskCaller):
         expires = again.options.get("expires", self._request.expires)
         seconds = waits_for(self.app, call.options.queue_timeout, expires, begins_in)
         work = self.work._replace(attempt=again.options.get("retries", self.work.attempt + 1))
-        token = work.token_factory(self._task, "queued").token(seconds)
+        token = self.tokens(work, "queued").token(seconds)
         return Retained(token, now() + seconds, note_of(call.key, *work)) if seconds > 0 else None
 
 
@@ -303,7 +338,7 @@ class TaskRun(Delivery):
         if self.is_new_work or call.key in self.state.runs:
             header = header._replace(lineage=uuid())
         if isinstance(how.error, LockUnavailable):  # asking again would take as long again
-            publish(self._task, self._request, header, policy.countdown)
+            self._publish(header, policy.countdown)
             raise Ignore
         with redelivery.unless_down(self.work.id):
             if not self.is_new_work:
@@ -315,13 +350,22 @@ class TaskRun(Delivery):
                     return None
         self._publish_again(call, header, policy.countdown)
 
+    def _publish(self, header: Header, countdown: float | None) -> None:
+        self.state.requeued = publish(self._task, self._request, header, countdown)
+        self._end_delivery(withdraws=False)
+
+    def _end_delivery(self, *, withdraws: bool) -> None:
+        """Let no later call in the delivery run, and no ``self.retry()`` publish: a base may catch the ``Ignore``."""
+        self.state.is_over, self.state.withdraws = True, withdraws
+        self._request.called_directly = True  # then `self.retry()` raises its error again
+
     def _publish_again(self, call: Call, header: Header, countdown: float | None) -> NoReturn:
         """Publish the message; store in the completion marker how often, and for ``buffer_one`` that it is pending.
 
         Raises:
             Ignore: so that this delivery ends without a result.
         """
-        publish(self._task, self._request, header, countdown)
+        self._publish(header, countdown)
         with redelivery.unless_down(self.work.id):
             milliseconds, beside = round(remembered_for(self.app) * 1000), (self.marker(call.key),)
             noted = evaluate(redelivery.REQUEUED, call.key, header.times + 1, milliseconds, beside=beside)
@@ -402,10 +446,9 @@ class TaskRun(Delivery):
         Raises:
             Ignore: always.
         """
-        self.state.withdraws = is_done
+        self._end_delivery(withdraws=is_done)
         if not is_done:
             self.state.markers = []  # this delivery ends by `Ignore`, so no result of an earlier call in it is stored
-        end_delivery(self._request)
         extra = {"only_one_key": call.key}
         log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra=extra)
         raise Ignore

@@ -20,12 +20,11 @@ from only_one.lock.token import words_of
 from . import coalescing, redelivery
 from .app_settings import app_options
 from .broker import waits_for
-from .delivery import unwrapped
+from .delivery import state_of, unwrapped
 from .killed_runs import release_when_dead
 from .received_tasks import begun_request
-from .requeue import header_of
+from .requeue import header_of, work_of
 from .task_functions import decorations_of, key_of_message
-from .work import state_of, work_of
 
 
 def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None:

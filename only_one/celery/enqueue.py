@@ -19,7 +19,7 @@ from only_one.clock import now
 from only_one.driver import TROUBLE, drive, is_of_signal_handler
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, log
-from only_one.holder import Holder
+from only_one.holder import Holder, Work, work_held_by
 from only_one.lock.commands import Retained, release_now, replace
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
@@ -31,7 +31,6 @@ from .broker import waits_for
 from .delivery import current_task
 from .requeue import HEADER, Header
 from .task_functions import TaskCaller
-from .work import Work, work_held_by
 
 _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
@@ -50,7 +49,7 @@ class Publication(TaskCaller):
     def __init__(self, task: Task, publish: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> None:
         """See ``apply_async`` for the arguments; ``publish`` is the task's own ``apply_async``."""
         self.id = str(options.get("task_id") or uuid())
-        super().__init__(task, Work(self.id, 0, 0).token_factory(task, "queued"))
+        super().__init__(task, Work(self.id, 0, 0), "queued")
         self._apply_async = publish
         self._args = args
         self._kwargs = kwargs
@@ -206,7 +205,7 @@ class Publication(TaskCaller):
     def _lengthen(self, call: LockedCall, task_id: str) -> None:
         """Let the key of the published task live for as long as the task may wait; in the background, if that fails."""
         limit, work = call.options.timeout or 0, Work(task_id, 0, 0)  # `_queue` has set the `timeout`
-        token = call.token if task_id == self.id else work.token_factory(self._task, "queued").token(limit)
+        token = call.token if task_id == self.id else self.tokens(work, "queued").token(limit)
         # Only in place of the queued token: a worker may have begun the task, and renews the key itself.
         try:
             drive(call.server.client, replace(call.key, call.token, token, limit))

@@ -14,7 +14,7 @@ from redis.exceptions import MovedError, ResponseError
 from only_one.call.effective_options import Call, Decoration, EffectiveOptions
 from only_one.clock import now
 from only_one.driver import Command
-from only_one.holder import Holder, is_queued
+from only_one.holder import Holder, is_queued, work_held_by
 from only_one.lock.commands import Retained
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
@@ -24,7 +24,6 @@ from only_one.lock.token import machine
 from .delivery import Delivery
 from .received_tasks import warn_once
 from .task_functions import decorations_of, task_of_items
-from .work import work_held_by
 
 _NOT_RELEASED = "a key of {}, whose run was killed or revoked, could not be released"
 

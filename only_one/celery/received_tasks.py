@@ -23,7 +23,7 @@ from only_one.connections.server import Server
 from only_one.driver import TROUBLE, drive
 from only_one.events import log
 from only_one.forks import in_each_child
-from only_one.holder import Holder, is_queued, task_id_of
+from only_one.holder import Holder, is_queued, task_id_of, work_held_by
 from only_one.lock.commands import Retained, replace
 from only_one.lock.lease import Lease
 from only_one.lock.pending_releases import PendingRelease
@@ -36,7 +36,6 @@ from .delivery import Delivery
 from .redelivery import read_marker
 from .requeue import keep_content_type
 from .task_functions import decorations_of, key_of_arguments
-from .work import Work, work_held_by
 
 _warned: set[tuple[str, type]] = set()
 
@@ -63,15 +62,15 @@ class _WaitingLease(Lease):
 
     server: Server
 
-    def __init__(self, server: Server, key: str, queue_timeout: float, request: Any, work: Work) -> None:
-        """``work`` is that of the request's message."""
-        self.request, self.message, self.note = ref(request), request.message, note_of(key, *work)
-        self._queued = work.token_factory(request.task, "queued")
+    def __init__(self, server: Server, key: str, queue_timeout: float, request: Any, delivery: Delivery) -> None:
+        """``delivery`` is that of the request."""
+        self.request, self.message, self.note = ref(request), request.message, note_of(key, *delivery.work)
+        self._queued = delivery.tokens(delivery.work, "queued")
         self.may_wait = partial(waits_for, request.app, queue_timeout, request.expires, request.eta)
         most = self.may_wait()
         # A task that expires does not run afterwards. For any other the key is renewed however long the task waits.
         limit = most if request.expires else None
-        token = work.token_factory(request.task, "received").token(limit)
+        token = delivery.tokens(delivery.work, "received").token(limit)
         super().__init__(server, key, token, now(), min(DEFAULT_LEASE, most), inf if limit is None else limit)
 
     def end_of_wait(self) -> PendingRelease:
@@ -153,7 +152,7 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, consumer: Any
     key = delivery.key if header.token or header.attempt else None
     if key is None or options.server is None:
         return
-    lease = _WaitingLease(options.server, key, options.queue_timeout, request, work)
+    lease = _WaitingLease(options.server, key, options.queue_timeout, request, delivery)
     seconds = min(DEFAULT_LEASE + waits_for(request.app, 0, None, request.eta), lease.may_wait())
     if seconds <= 0:  # it has expired
         return

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from celery import Task
 from kombu.serialization import registry
 
+from only_one.holder import Work
+
 from .broker import longest_countdown, way_back
-from .work import state_of, work_of
 
 HEADER = "only_one"
 
@@ -53,6 +54,12 @@ class Header(NamedTuple):
         return {HEADER: {name: value for name, value in self._asdict().items() if value is not None}}
 
 
+def work_of(request: Any) -> Work:
+    """The work of the message that Celery's request is about."""
+    # The id may be a `uuid.UUID`.
+    return Work(str(request.id), vars(request).get("replaced_task_nesting") or 0, request.retries)
+
+
 def header_of(request: Any) -> Header:
     """The header in a message. Of a header that was made for other work, only what holds for this one is kept."""
     work = work_of(request)
@@ -79,14 +86,17 @@ def _times_in(request: Any) -> int:
     return int(times) if mark == HEADER and times.isdecimal() else 0
 
 
-def publish(task: Task, request: Any, header: Header, countdown: float | None) -> None:
-    """Publish the message again, and end this delivery.
+def publish(task: Task, request: Any, header: Header, countdown: float | None) -> Any:
+    """Publish the message again.
 
     Args:
         task: the task.
         request: the task's current request.
         header: the message's header until now.
         countdown: seconds until the message is delivered; None for one second, doubled by each requeue up to ten.
+
+    Returns:
+        The signature by which it was published.
     """
     longest = longest_countdown(task.app)
     delay = _delay(header.times, longest) if countdown is None else min(countdown, longest)
@@ -109,15 +119,7 @@ def publish(task: Task, request: Any, header: Header, countdown: float | None) -
     )
     # The task's own `apply_async` may take the message for new work: that of celery-once drops it as a duplicate.
     Task.apply_async(task, again.args, again.kwargs, **again.options)
-    state = state_of(request)
-    state.requeued, state.withdraws = again, False
-    end_delivery(request)
-
-
-def end_delivery(request: Any) -> None:
-    """Let no later call in the delivery run, and no ``self.retry()`` publish: a base may catch the ``Ignore``."""
-    state_of(request).is_over = True
-    request.called_directly = True  # then `self.retry()` raises its error again
+    return again
 
 
 def keep_content_type(request: Any) -> None:

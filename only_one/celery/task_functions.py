@@ -8,6 +8,7 @@ from typing import Any
 from celery import Task
 
 from only_one.call.effective_options import Caller, Decoration, EffectiveOptions
+from only_one.holder import Work
 from only_one.lock.token import TokenFactory
 
 from .broker import refuse_long_countdown
@@ -59,10 +60,15 @@ class TaskCaller(Caller):
     ``delivery.Delivery`` and ``enqueue.Publication``, which send commands of their own, derive from it.
     """
 
-    def __init__(self, task: Task, token_factory: TokenFactory | None = None, *, bound: bool = False) -> None:
-        self._task: Any = task  # whose name is None for type checkers
-        super().__init__(self._task.name, token_factory or TokenFactory(self._task.name), bound=bound)
+    def __init__(self, task: Any, work: Work | None = None, state: str = "running", *, bound: bool = False) -> None:
+        """``work`` and ``state`` are those of the caller's tokens; None for no work of a message."""
+        self._task = task
+        super().__init__(task.name, self.tokens(work, state) if work else TokenFactory(task.name), bound=bound)
         self.app = task.app
+
+    def tokens(self, work: Work, state: str) -> TokenFactory:
+        """Return what makes the tokens with which the task acquires a key for this work."""
+        return TokenFactory(self._task.name, work.id, work.attempt, state, work.replacement)
 
     def check(self, options: EffectiveOptions) -> None:
         """Refuse countdowns after which the broker would redeliver the message.

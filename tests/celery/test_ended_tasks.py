@@ -28,9 +28,10 @@ from redis.exceptions import MovedError
 from only_one import buffer_one, configure, settings
 from only_one.call.owed_key import note_of
 from only_one.celery import ended_tasks, killed_runs, received_tasks
+from only_one.celery.delivery import DeliveryState
 from only_one.celery.requeue import Header
-from only_one.celery.work import DeliveryState, Work
 from only_one.connections.server import Server, find_server
+from only_one.holder import Work
 from only_one.lock import renewal
 from only_one.lock.commands import WAITS_NO_MORE
 from only_one.lock.token import TokenFactory, process_start
