@@ -17,7 +17,6 @@ from kombu.utils.uuid import uuid
 
 from only_one.call.effective_options import AtEnd, Call, Caller, Decoration, Policy
 from only_one.call.job_queues import Job, JobCaller
-from only_one.call.owed_key import note_of
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import drive
@@ -227,8 +226,7 @@ class Delivery(TaskCaller):
         expires = again.options.get("expires", self._request.expires)
         seconds = waits_for(self.app, call.options.queue_timeout, expires, begins_in)
         work = self.work._replace(attempt=again.options.get("retries", self.work.attempt + 1))
-        token = self.tokens(work, "queued").token(seconds)
-        return Retained(token, now() + seconds, note_of(call.key, *work)) if seconds > 0 else None
+        return self.waiting_value(call.key, work, seconds) if seconds > 0 else None
 
 
 class TaskRun(Delivery):

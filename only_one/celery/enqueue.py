@@ -14,13 +14,11 @@ from redis.exceptions import ResponseError
 
 from only_one.call.effective_options import Call, Decoration, Policy
 from only_one.call.locked_call import LockedCall
-from only_one.call.owed_key import note_of
-from only_one.clock import now
 from only_one.driver import TROUBLE, drive, is_of_signal_handler
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, log
 from only_one.holder import Holder, Work, work_held_by
-from only_one.lock.commands import Retained, release_now, replace
+from only_one.lock.commands import release_now, replace
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
@@ -212,8 +210,8 @@ class Publication(TaskCaller):
         except TROUBLE as error:
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG  # else it may be back soon
             log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
-            retained = Retained(token, now() + limit, note_of(call.key, *work))
-            release_later(PendingRelease(call.server, call.key, call.token, retained.until, retained=retained))
+            waiting = self.waiting_value(call.key, work, limit)._replace(value=token)
+            release_later(PendingRelease(call.server, call.key, call.token, waiting.until, retained=waiting))
             if is_of_signal_handler(error):
                 raise
 

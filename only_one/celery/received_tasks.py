@@ -17,14 +17,13 @@ from celery.app.task import Context
 from redis.exceptions import ResponseError
 
 from only_one.call.effective_options import Call, EffectiveOptions
-from only_one.call.owed_key import note_of
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import TROUBLE, drive
 from only_one.events import log
 from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of, work_held_by
-from only_one.lock.commands import Retained, replace
+from only_one.lock.commands import replace
 from only_one.lock.lease import Lease
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, release_later
@@ -56,7 +55,6 @@ class _WaitingLease(Lease):
     Attributes:
         request: gives the worker's request of the task; None once Celery has forgotten it.
         message: the task's message.
-        note: the name of the note for a run that has taken the key over.
         may_wait: gives the seconds for which the task may still wait; 0 or fewer if it has expired.
     """
 
@@ -64,8 +62,8 @@ class _WaitingLease(Lease):
 
     def __init__(self, server: Server, key: str, queue_timeout: float, request: Any, delivery: Delivery) -> None:
         """``delivery`` is that of the request."""
-        self.request, self.message, self.note = ref(request), request.message, note_of(key, *delivery.work)
-        self._queued = delivery.tokens(delivery.work, "queued")
+        self.request, self.message = ref(request), request.message
+        self._waiting_value = partial(delivery.waiting_value, key, delivery.work)
         self.may_wait = partial(waits_for, request.app, queue_timeout, request.expires, request.eta)
         most = self.may_wait()
         # A task that expires does not run afterwards. For any other the key is renewed however long the task waits.
@@ -79,10 +77,9 @@ class _WaitingLease(Lease):
         If the message is acknowledged, the task was given to a child that has not asked for the key yet. The task will
         never run, and its key is released.
         """
-        request, left = self.request(), self.may_wait()
-        queued: Retained | None = Retained(self._queued.token(left), now() + left, self.note)
-        if request is not None and request.acknowledged:
-            queued = None
+        request = self.request()
+        is_given = request is not None and request.acknowledged
+        queued = None if is_given else self._waiting_value(self.may_wait())
         return PendingRelease(self.server, self.key, self.token, self.expires_at, retained=queued)
 
     def lives_on(self, sent: float, ttl: float) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 from celery import Task
 
 from only_one.call.effective_options import Caller, Decoration, EffectiveOptions
+from only_one.call.owed_key import note_of
+from only_one.clock import now
 from only_one.holder import Work
+from only_one.lock.commands import Retained
 from only_one.lock.token import TokenFactory
 
 from .broker import refuse_long_countdown
@@ -69,6 +72,10 @@ class TaskCaller(Caller):
     def tokens(self, work: Work, state: str) -> TokenFactory:
         """Return what makes the tokens with which the task acquires a key for this work."""
         return TokenFactory(self._task.name, work.id, work.attempt, state, work.replacement)
+
+    def waiting_value(self, key: str, work: Work, seconds: float) -> Retained:
+        """The value for a key while the task waits in its queue, for so many seconds at most."""
+        return Retained(self.tokens(work, "queued").token(seconds), now() + seconds, note_of(key, *work))
 
     def check(self, options: EffectiveOptions) -> None:
         """Refuse countdowns after which the broker would redeliver the message.

@@ -19,6 +19,7 @@ from kombu.asynchronous.timer import Timer
 from redis import Redis
 
 from only_one import buffer_one, configure
+from only_one.call.owed_key import note_of
 from only_one.celery import received_tasks
 from only_one.celery.requeue import Header
 from only_one.clock import now
@@ -174,7 +175,7 @@ def test_a_task_is_queued_again_when_its_worker_loses_the_connection_to_the_brok
     """Celery forgets it then, and may take it again much later; it is not told of that."""
     lease = worker.lease()
     if is_revoked:
-        keys.redis.set(lease.note, WAITS_NO_MORE)
+        keys.redis.set(note_of(lease.key, worker.requests[-1].id, 0, 0), WAITS_NO_MORE)
     lost_at = time.time() - 0.001  # a value has whole milliseconds
     worker.requests.clear()
     lease.lives_on(clock[0], LEASE)
@@ -245,7 +246,7 @@ def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends
     """Its own value names the worker, which is dead then, so another call would take it over."""
     lease = worker.lease()
     if is_revoked:
-        keys.redis.set(lease.note, WAITS_NO_MORE)
+        keys.redis.set(note_of(lease.key, worker.requests[-1].id, 0, 0), WAITS_NO_MORE)
     ended_at = time.time() - 0.001  # a value has whole milliseconds
     decorated("k")(end_worker)()
     assert is_queued_since(ended_at, keys) if not is_revoked else "k" not in keys
