@@ -202,6 +202,17 @@ def log(level: int, message: str, *args: object, **options: Any) -> None:
             raise
 
 
+_warned_of: set[object] = set()
+"""What this process was warned of by ``warn_once``."""
+
+
+def warn_once(about: object, message: str, *args: object, log: Callable[..., None] = log, **options: Any) -> None:
+    """Log a warning, once for each ``about``; ``log`` is a function like ours."""
+    if about not in _warned_of:
+        _warned_of.add(about)
+        log(WARNING, message, *args, **options)
+
+
 def _extra(event: Event) -> dict[str, str]:
     return {"only_one_event": type(event).__name__, "only_one_key": event.key, "only_one_name": event.name}
 

@@ -3,7 +3,6 @@
 import functools
 import re
 from collections.abc import Callable
-from logging import WARNING
 from typing import Any
 
 from celery import Celery, _state
@@ -11,12 +10,11 @@ from kombu.utils.imports import symbol_by_name
 
 from only_one.connections.server import Source
 from only_one.errors import ConfigurationError
-from only_one.events import log
+from only_one.events import warn_once
 from only_one.settings import CHECKS, CONFIGURABLE, Options, check
 
 _NEARLY_OURS = re.compile(rf"(\w+_)?only_one_({'|'.join(CHECKS)})\w*", re.IGNORECASE)
 
-_warned: set[tuple[str | None, str]] = set()
 _import_by_name: Callable[[Any], Any] = symbol_by_name
 
 
@@ -76,10 +74,9 @@ def _warn_of_others(app: Celery) -> None:
     for name in map(str, app.conf):
         is_meant = name.startswith(spell(f"{namespace}only_one_")) or _NEARLY_OURS.fullmatch(name)
         is_unread = is_meant and name not in {*ours, *read}
-        if is_unread and (app.main, name) not in _warned:
-            _warned.add((app.main, name))
+        if is_unread:
             text = "the configuration of the app %r has %s, which is not read: write %s"
-            log(WARNING, text, app.main, name, ", ".join(read))
+            warn_once((app.main, name), text, app.main, name, ", ".join(read))
 
 
 def server_of(app: Celery) -> Source | None:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
-from weakref import WeakSet
 
 from celery import Task
 from celery.backends.rpc import RPCBackend
@@ -16,7 +15,7 @@ from only_one.call.effective_options import Call, Decoration, Policy
 from only_one.call.locked_call import LockedCall
 from only_one.driver import TROUBLE, drive, is_of_signal_handler
 from only_one.errors import AlreadyRunning, OnlyOneError
-from only_one.events import Busy, emit, log
+from only_one.events import Busy, emit, log, warn_once
 from only_one.holder import Holder, Work, work_held_by
 from only_one.lock.commands import release_now, replace
 from only_one.lock.liveness import is_dead
@@ -32,9 +31,6 @@ from .task_functions import TaskCaller
 
 _UNTIL_PUBLISHED = 30.0
 """Seconds for which the key is acquired at first, so a producer that dies before it has published blocks nobody."""
-
-_warned: WeakSet[Any] = WeakSet()
-"""The apps for which a duplicate's result that may never come was warned of."""
 
 
 class Publication(TaskCaller):
@@ -76,11 +72,9 @@ class Publication(TaskCaller):
         if isinstance(result, ResultBase):
             marked: Any = result
             marked.is_duplicate, marked.holder = not self._is_published, self._holder
-            may_never_come = marked.is_duplicate and isinstance(marked.backend, RPCBackend)
-            if may_never_come and marked.app not in _warned:
-                _warned.add(marked.app)
-                log(
-                    logging.WARNING,
+            if marked.is_duplicate and isinstance(marked.backend, RPCBackend):
+                warn_once(
+                    (RPCBackend, marked.app.main),
                     "%s was queued already: get() of this duplicate may wait for ever, as rpc:// gives a result only "
                     "once, and only to the process that has queued the task; use a result backend that stores "
                     "results, such as Redis",

@@ -14,6 +14,7 @@ from redis.exceptions import MovedError, ResponseError
 from only_one.call.effective_options import Call, Decoration, EffectiveOptions
 from only_one.clock import now
 from only_one.driver import Command
+from only_one.events import warn_once
 from only_one.holder import Holder, is_queued, work_held_by
 from only_one.lock.commands import Retained
 from only_one.lock.liveness import is_dead
@@ -22,10 +23,9 @@ from only_one.lock.renewal import log_beside, release_later
 from only_one.lock.token import machine
 
 from .delivery import Delivery
-from .received_tasks import warn_once
 from .task_functions import decorations_of, task_of_items
 
-_NOT_RELEASED = "a key of {}, whose run was killed or revoked, could not be released"
+_NOT_RELEASED = "a key of %s, whose run was killed or revoked, could not be released"
 
 _LOOKS_AGAIN_AFTER = 0.02
 
@@ -48,7 +48,7 @@ def release_when_dead(task: Any, args: Any, kwargs: Any, request: Any) -> None:
         try:
             _watch_run(task, decoration, arguments, request)
         except Exception as error:  # noqa: BLE001 - the key expires by itself
-            warn_once(_NOT_RELEASED.format(task.name), error)
+            warn_once((task.name, type(error)), _NOT_RELEASED, task.name, exc_info=error)
 
 
 def _watch_run(task: Any, decoration: Decoration, arguments: tuple[Any, Any] | None, request: Any) -> None:
@@ -92,7 +92,8 @@ class _KilledRun(PendingRelease):
         self.try_at = now() + _LOOKS_AGAIN_AFTER
         if isinstance(reply, Exception):
             if not isinstance(reply, MovedError):  # after which the next command goes to the node that has the slot
-                warn_once(_NOT_RELEASED.format(self.delivery.name), reply, log_beside)
+                name = self.delivery.name
+                warn_once((name, type(reply)), _NOT_RELEASED, name, exc_info=reply, log=log_beside)
             if not isinstance(reply, ResponseError):  # the server is away, and may be back soon
                 self.until = min(now() + _PATIENCE, self._gives_up)
         elif self.act_on(reply):

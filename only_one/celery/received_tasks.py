@@ -4,10 +4,8 @@ Their keys name the worker's process: if it dies, its keys do not block.
 """
 
 import atexit
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from logging import WARNING
 from math import inf
 from typing import Any
 from weakref import ref
@@ -20,7 +18,7 @@ from only_one.call.effective_options import Call, EffectiveOptions
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import TROUBLE, drive
-from only_one.events import log
+from only_one.events import warn_once
 from only_one.forks import in_each_child
 from only_one.holder import Holder, is_queued, task_id_of, work_held_by
 from only_one.lock.commands import replace
@@ -35,15 +33,6 @@ from .delivery import Delivery
 from .redelivery import read_marker
 from .requeue import keep_content_type
 from .task_functions import decorations_of, key_of_arguments
-
-_warned: set[tuple[str, type]] = set()
-
-
-def warn_once(text: str, error: Exception, log: Callable[..., None] = log) -> None:
-    """Log the first exception of its kind. Nobody would catch it if it were raised."""
-    if (text, type(error)) not in _warned:
-        _warned.add((text, type(error)))
-        log(WARNING, text, exc_info=error)
 
 
 class _WaitingLease(Lease):
@@ -133,23 +122,25 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
         for decoration in decorations:
             delivery = Delivery(request.task, Context(request.request_dict), decoration=decoration)
             options = decoration.options_for(delivery)
-            _store_received(delivery, options, sender, request)
-            _announce_redelivery(delivery, options, request)
-            _number(delivery, options, request)
+            if (server := options.server) is not None:
+                _store_received(delivery, options, server, sender, request)
+                _announce_redelivery(delivery, options, server, request)
+                _number(delivery, options, server, request)
     except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
-        warn_once(f"the key or number of {request.name}, which was received, could not be stored", error)
+        text = "the key or number of %s, which was received, could not be stored"
+        warn_once((request.name, "received", type(error)), text, request.name, exc_info=error)
         if isinstance(error, TROUBLE) and not isinstance(error, ResponseError):
             _backs_off_until = now() + 10  # the worker has other messages to receive
 
 
-def _store_received(delivery: Delivery, options: EffectiveOptions, consumer: Any, request: Any) -> None:
+def _store_received(delivery: Delivery, options: EffectiveOptions, server: Server, consumer: Any, request: Any) -> None:
     """Store the value of a received task at the key with which it was queued, and renew it while the task waits."""
     header, work = delivery.header, delivery.work
     # Without both, the task was queued without its key, or its message was requeued.
     key = delivery.key if header.token or header.attempt else None
-    if key is None or options.server is None:
+    if key is None:
         return
-    lease = _WaitingLease(options.server, key, options.queue_timeout, request, delivery)
+    lease = _WaitingLease(server, key, options.queue_timeout, request, delivery)
     seconds = min(DEFAULT_LEASE + waits_for(request.app, 0, None, request.eta), lease.may_wait())
     if seconds <= 0:  # it has expired
         return
@@ -157,11 +148,11 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, consumer: Any
     lease.lives_on(lease.asked_at + seconds - lease.ttl, lease.ttl)
     # Also if the server is away: `begun_request` looks for the request of a killed run here.
     _waiting[lease.token] = lease
-    became = drive(options.server.client, replace(key, delivery.queued or b"", lease.token, seconds))
+    became = drive(server.client, replace(key, delivery.queued or b"", lease.token, seconds))
     held = work_held_by(Holder.parse(became.value))
     if held is not None and held.id == work.id:  # by a retry, by an earlier worker, or by the previous attempt
         if is_queued(became.value) and held == work:
-            became = drive(options.server.client, replace(key, became.value, lease.token, seconds))
+            became = drive(server.client, replace(key, became.value, lease.token, seconds))
         elif held < work:  # the previous attempt has not ended yet
             consumer.timer.call_after(1, _on_received, (consumer, request))
     # A run that has taken the key over may store our value again at its end.
@@ -183,31 +174,30 @@ def _queue_again(lease: _WaitingLease) -> None:
         release_later(lease.end_of_wait())
 
 
-def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, request: Any) -> None:
+def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:
     """Tell the run of a message that a redelivery waits for its end: perhaps no child is free to ask before that.
 
     Redis delivers a message again while its run goes on in a worker that has lost its connection.
     With RabbitMQ a run says in any case that it has ended.
     """
     is_redelivery = request.task.acks_late and request.delivery_info["redelivered"]
-    is_needed = is_redelivery and not redelivers_at_any_time(request.app)
-    if options.server is None or not is_needed:
+    if not is_redelivery or redelivers_at_any_time(request.app):
         return
-    given = (options.prefix, request.args, request.kwargs)
-    key = delivery.key_in_message(*given)
+    key = delivery.key
     if key is None:
         with suppress(Exception):  # of arguments that have no key until they are changed on their way to the run
-            key = key_of_arguments(request.task, delivery.decoration, *given)  # if it is not the run's, it does no harm
+            # If it is not the run's, it does no harm.
+            key = key_of_arguments(request.task, delivery.decoration, options.prefix, request.args, request.kwargs)
     if key is not None:
-        drive(options.server.client, read_marker(key, delivery.marker(key), waits=remembered_for(request.app)))
+        drive(server.client, read_marker(key, delivery.marker(key), waits=remembered_for(request.app)))
 
 
-def _number(delivery: Delivery, options: EffectiveOptions, request: Any) -> None:
+def _number(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:
     """Number a task that ``buffer_one`` coalesces, before it waits here for a free process, or is redelivered.
 
     A task with an ``eta`` is sent for a later time, and is numbered when it begins.
     """
-    if options.server is None or not isinstance(options.when_busy, BufferOne):
+    if not isinstance(options.when_busy, BufferOne):
         return
     if request.eta or delivery.header.trigger is not None:
         return
@@ -216,7 +206,7 @@ def _number(delivery: Delivery, options: EffectiveOptions, request: Any) -> None
         key = delivery.key_in_message(options.prefix, request.args, request.kwargs)
     if key is not None:
         with suppress(ResponseError):  # a server that refuses this refuses the run's number, too, and the run says so
-            trigger = delivery.arrive(Call(options, options.server, key), "", begins=False)
+            trigger = delivery.arrive(Call(options, server, key), "", begins=False)
             request.request_dict.update(delivery.header._replace(trigger=trigger).as_headers())
 
 

@@ -25,9 +25,9 @@ from celery.signals import task_failure, task_postrun, task_retry, task_revoked,
 from redis import Redis
 from redis.exceptions import MovedError
 
-from only_one import buffer_one, configure, settings
+from only_one import buffer_one, configure, events, settings
 from only_one.call.owed_key import note_of
-from only_one.celery import ended_tasks, killed_runs, received_tasks
+from only_one.celery import ended_tasks, killed_runs
 from only_one.celery.delivery import DeliveryState
 from only_one.celery.requeue import Header
 from only_one.connections.server import Server, find_server
@@ -66,7 +66,7 @@ def test_the_signals_of_a_worker_with_nothing_but_decorated_functions_are_heard(
 @pytest.fixture
 def app(new_app: Callable[[], Celery]) -> Celery:
     """An app whose tasks are not lazy; and no warning was logged before."""
-    received_tasks._warned.clear()
+    events._warned_of.clear()
     app = new_app()
     app.finalize()
     return app
@@ -319,7 +319,7 @@ def test_a_key_whose_slot_has_moved_is_asked_for_again_without_a_warning(server:
     delivery: Any = SimpleNamespace(work=Work("mine", 0, 0), name="work")
     ending = killed_runs._KilledRun(server, "k", delivery, options=delivery)
     assert not ending.note_reply(ending.command(), MovedError("5 127.0.0.1:7"))
-    assert not received_tasks._warned
+    assert not events._warned_of
 
 
 def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(
