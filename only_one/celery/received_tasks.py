@@ -4,6 +4,7 @@ Their keys name the worker's process: if it dies, its keys do not block.
 """
 
 import atexit
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -24,7 +25,7 @@ from only_one.holder import Holder, is_queued, task_id_of, work_held_by
 from only_one.lock.commands import replace
 from only_one.lock.lease import Lease
 from only_one.lock.pending_releases import PendingRelease
-from only_one.lock.renewal import hold, release_later
+from only_one.lock.renewal import hold, release_at_exit, release_later
 from only_one.policies import BufferOne
 from only_one.settings import DEFAULT_LEASE
 
@@ -165,13 +166,13 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
         _waiting.pop(lease.token, None)
 
 
-def _queue_again(lease: _WaitingLease) -> None:
+def _queue_again(lease: _WaitingLease, release: Callable[[PendingRelease], None] = release_later) -> None:
     """Store in the background that a task is no worker's, as Celery ends, or has lost its connection to the broker.
 
     The broker delivers the message again, soon or late, and perhaps to another worker.
     """
     if _waiting.pop(lease.token, None) is not None and not lease.is_over:  # else it has ended, or this was done
-        release_later(lease.end_of_wait())
+        release(lease.end_of_wait())
 
 
 def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:
@@ -210,10 +211,10 @@ def _number(delivery: Delivery, options: EffectiveOptions, server: Server, reque
             request.request_dict.update(delivery.header._replace(trigger=trigger).as_headers())
 
 
-def _on_shutdown(**_: Any) -> None:
+def _on_shutdown(release: Callable[[PendingRelease], None] = release_later, **_: Any) -> None:
     """Store that the tasks which have not begun are in their queue again, and no worker's."""
     for lease in list(_waiting.values()):
-        _queue_again(lease)
+        _queue_again(lease, release)
 
 
 def begun_request(task_id: str) -> Context | None:
@@ -226,6 +227,7 @@ def begun_request(task_id: str) -> Context | None:
     return next((Context(each.request_dict) for each in begun if each.id == task_id), None)
 
 
-atexit.register(_on_shutdown)  # at a cold shutdown Celery sends no signal when it has restored the messages
+# At a cold shutdown Celery sends no signal when it has restored the messages.
+atexit.register(partial(_on_shutdown, release_at_exit))
 signals.task_received.connect(_on_received)
 signals.worker_shutdown.connect(_on_shutdown)

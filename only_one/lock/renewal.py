@@ -290,6 +290,11 @@ def let_go(lease: Lease) -> None:
     lease.on_loss.clear()
 
 
+def release_at_exit(pending: PendingRelease) -> None:
+    """Release a key when the process exits, which it is about to do: no thread should be started any more."""
+    _renewer.pending_releases.add(pending)
+
+
 def release_later(pending: PendingRelease) -> None:
     """Release a key in the background, repeatedly: its acquire is unconfirmed, or its release has failed."""
     util = sys.modules.get("multiprocessing.util")
