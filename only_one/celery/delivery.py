@@ -122,12 +122,17 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     return TaskRun(task, request, bound=bound, decoration=decoration)
 
 
+def _has_tasks_after_it(request: Any) -> bool:
+    """Whether other tasks receive the result: the body of a chord, or later tasks of a chain."""
+    return bool(request.chord or request.chain)
+
+
 class ItemCaller(JobCaller):
     """The run of a task for one item of ``map``, ``starmap`` or ``chunks``, whose message has the whole list.
 
     An item of a redelivered list waits for its run in the first delivery. If another run has its key, it fails by
     default: it has no message of its own to requeue, and a skip would lose its work if its first run was killed.
-    An item of a list that was not redelivered is skipped by default.
+    An item also fails if other tasks receive the list's result. Any other item is skipped by default.
     """
 
     check = TaskCaller.check
@@ -137,11 +142,12 @@ class ItemCaller(JobCaller):
         job = Job(str(request.id), request.retries, start=request, queue="celery.map")
         super().__init__(task.name, job, bound=bound)
         self.app = task.app
-        self._is_redelivered = bool((request.delivery_info or {}).get("redelivered"))
+        is_redelivered = (request.delivery_info or {}).get("redelivered")
+        self._may_skip = not (is_redelivered or _has_tasks_after_it(request))
 
     def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a key that holds ``value``."""
-        fails = self._is_redelivered and call.options.when_busy is None
+        fails = call.options.when_busy is None and not self._may_skip
         return fail if fails else super().on_busy(call, value)
 
 
@@ -274,7 +280,7 @@ class TaskRun(Delivery):
         is_continued = bool(self.work.attempt or self.work.replacement)
         if is_continued or self.header.has_begun:
             return retry()
-        return fail if self._request.chord or self._request.chain else skip
+        return fail if _has_tasks_after_it(self._request) else skip
 
     def on_down(self, call: Call) -> Policy:
         """The policy for a server that could not be asked; a redelivery waits, because its run may be under way."""

@@ -210,6 +210,17 @@ def test_a_list_of_calls_that_is_delivered_again_waits_for_the_key_of_its_first_
     assert isinstance(failed.result, AlreadyRunning), "an item may have been killed, and has no message that could wait"
 
 
+@pytest.mark.parametrize("later", ["chain", "chord"])
+def test_a_list_of_calls_fails_if_other_tasks_would_receive_none(queue: Queue, keys: Keys, later: str) -> None:
+    """So does a task, see ``tests/live/test_canvas.py``."""
+    task = a_task(queue.app, holds)
+    after = task.s()
+    answer = task.map(["x"]).apply_async(**{later: [after] if later == "chain" else after})
+    keys["k"] = "somebody else"
+    queue.deliver()
+    assert isinstance(answer.result, AlreadyRunning)
+
+
 class Locked(Task):  # type: ignore[misc]  # Celery has no types
     """Has a call that is decorated, and says whose lock it holds."""
 
