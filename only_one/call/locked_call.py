@@ -218,6 +218,9 @@ class LockedCall(Call):
         for_retry, marker = self.caller.at_end(self)
         self._retained = self._to_retain(for_retry)
         result: ReleaseResult | None = None
+        # A release that is sent twice may itself have deleted the key that it finds missing. The call's other commands
+        # cannot, so it does not count if one of them got no answer.
+        self._unanswered = unanswered.get()
         try:
             result = yield from end(self.server.features, self.key, self.token, self._retained, marker)
             is_marked = result.has_redeliveries or result.status != "held"

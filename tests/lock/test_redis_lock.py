@@ -37,7 +37,7 @@ from only_one.lock.commands import MarkerUpdate, ReleaseResult, Retained
 from only_one.lock.redis_lock import AsyncLock, Lock
 from rigs.proxy import Proxy, Then
 from rigs.servers import redis_server
-from rigs.waiting import LIMIT
+from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, decorated_async
 from tests.interruptions import Interruption
 from tests.lock.test_leases import RELEASES, freed, leaves_no_key
@@ -388,6 +388,19 @@ def test_a_run_whose_acquire_got_no_reply(
     assert freed(direct, key)
     assert run() is True
     assert not [event for event in happened if isinstance(event, (Busy, Lost))]
+
+
+@both
+def test_a_key_that_is_deleted_during_a_run_whose_acquire_was_sent_twice(
+    decorate: Decorate, proxy: Proxy, direct: Any, key: str, happened: list[Event]
+) -> None:
+    """Only a release that is sent twice may itself have deleted the key that it finds missing."""
+    patient_url = f"{proxy.url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
+    run = decorate(lambda: direct.delete(key), redis=patient_url, timeout=LIMIT * 100)
+    lost = proxy.lose_reply("SET")
+    assert run() == 1
+    assert lost.met.is_set()
+    assert eventually(lambda: [event.reason for event in happened if isinstance(event, Lost)] == ["deleted"])
 
 
 @both
