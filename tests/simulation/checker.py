@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from typing import Any
 
 from .history import BodyFails, Requeued
-from .process import thread
 from .tracing import Interrupted
 
 _RELEASES = b"return redis.call('del', KEYS[1]) + "
@@ -31,9 +30,6 @@ MADE_UP = 999 * 10**15
 EPSILON = 0.0015
 """Seconds: the server counts in milliseconds."""
 
-_calling: ContextVar[Call | None] = ContextVar("calling", default=None)
-"""The call that is under way in this context, in which it tells of its release."""
-
 
 @dataclass(eq=False)
 class Call:
@@ -41,7 +37,6 @@ class Call:
 
     Attributes:
         asked: when it was made.
-        outer: the call in whose run it was made; None if in none.
         job: the attempt of a job in which it was made, as its queue tells; None if there is no queue.
         answered: when it had its outcome.
         told_at: when it was told that its key is lost.
@@ -61,7 +56,6 @@ class Call:
     key: str
     asked: float
     job: Any
-    outer: Call | None = None
     lock: Any = None
     began: float = inf
     ended: float = inf
@@ -128,7 +122,7 @@ class Checker:
         self.calls: list[Call] = []
         self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
         self.kept_by_parents: dict[bytes, float] = {}
-        self.events: Counter[tuple[int, str]] = Counter()
+        self.told: Counter[tuple[bytes, str]] = Counter()
 
     def running(self) -> list[Call]:
         return [call for call in self.calls if call.lock is not None and call.ended == inf and not call.process.is_dead]
@@ -178,8 +172,7 @@ class Checker:
 
     def begins(self, process: Any, name: str) -> Call:
         key = self.history.choose(f"key of {name}", self.history.plan.keys)
-        call = Call(name, process, key, self.history.now, process.job, _calling.get())
-        _calling.set(call)
+        call = Call(name, process, key, self.history.now, process.job)
         self.calls.append(call)
         self.history.note(name, "calls")
         return call
@@ -236,7 +229,6 @@ class Checker:
         self.history.note(call.name, "has run", "and holds its key" if call.lock.is_held else "and has lost its key")
 
     def ends(self, call: Call, outcome: Any) -> None:
-        _calling.set(call.outer)
         call.answered, call.outcome = self.history.now, outcome
         holder = getattr(outcome, "holder", None)
         if holder and max(holder.since, holder.deadline or 0.0) * 1000 >= MADE_UP:
@@ -368,53 +360,36 @@ class Checker:
 
     def event(self, process: Any, event: Any) -> None:
         kind = type(event).__name__
-        self.events[process.pid, kind] += 1
-        is_interrupted = any(each.startswith("interrupted") for each in self.history.faults)  # between the two
-        is_second = self.events[process.pid, "Released"] > self.events[process.pid, "Acquired"]
-        if kind == "Released" and is_second and not is_interrupted:
-            self.problem("released more than once", f"{process.name}: {event}")
         if kind in ("Lost", "Reclaimed", "Down"):
             self.history.note(process.name, "event", kind, getattr(event, "reason", ""))
-        if kind == "Released":
-            self._check_released(event)
         if kind == "Reclaimed":
             dead = filter(process.machine.is_dead, process.machine.processes)
             if not any(b'"pid":%d,' % pid in event.value for pid in dead):
                 self.problem("taken over from nobody", f"{process.name}: {event}")
-        if kind != "Lost":
+        if kind not in ("Lost", "Released"):
             return
-        own = [call for call in self.calls if call.process is process and (call.had_key or call.is_excused)]
-        lost = [call for call in own if call.lock.key == event.key and not call.lock.is_held and call.told_at == inf]
-        # A run that never had its key does not lose it.
-        lost = [call for call in lost if call.lock.token.decode() != event.value and call.lock.reason != "unavailable"]
-
-        running: Any = thread()  # perhaps one that the call has begun for this
-        told_of = _calling.get() or running.began_in.get(_calling)
-
-        def likelihood(call: Call) -> tuple[bool, bool, bool, bool, bool, float]:
-            # A loss that is seen at the end of a run is told before it stands in the lock, or where another stands.
-            reason, is_false = call.lock.reason, self._is_false_loss(call, event.reason)
-            return (
-                call is told_of,
-                not is_false,
-                reason == event.reason,
-                reason is None,
-                not call.held_to_the_end,
-                call.answered,
-            )
-
+        token = _token_of_the_teller()
+        self.told[token, kind] += 1
+        if self.told[token, kind] > 1:
+            self.problem("told more than once", f"{process.name}: {event}")
+        call = next((each for each in self.calls if each.lock is not None and each.lock.token == token), None)
         # A call that is interrupted or cancelled before its run begins may have lost its key, too.
         is_cut_short = any(f" of {process.name}." in each for each in self.history.faults)
-        if not lost and not is_cut_short:
-            self.problem("a loss of no run, or told twice", f"{process.name}: {event}")
-        for call in sorted(lost, key=likelihood)[-1:]:
-            call.told_at = self.history.now
-            self._check_loss(call, event)
+        if call is not None:
+            {"Lost": self._check_lost, "Released": self._check_released}[kind](call, event)
+        elif kind == "Lost" and not is_cut_short:
+            self.problem("a loss of no run", f"{process.name}: {event}")
 
-    def _check_released(self, event: Any) -> None:
+    def _check_lost(self, call: Call, event: Any) -> None:
+        """A run that never had its key does not lose it."""
+        if call.lock.is_held or not (call.had_key or call.is_excused):
+            self.problem("a loss of no run", f"{call.name}: {event}")
+        call.told_at = self.history.now
+        self._check_loss(call, event)
+
+    def _check_released(self, call: Call, event: Any) -> None:
         """What is told of a release is what has become of the key."""
-        call = _calling.get()
-        if call is None or not call.had_key or call.ended == inf:
+        if not call.had_key or call.ended == inf:
             return
         values = [each for each in self.stored[call.key_there] if each.until > call.asked]
         ended = [each for each in values if each.value == call.lock.token and each.until < inf]
@@ -543,6 +518,15 @@ class Checker:
             yield from filter(process.machine.is_dead, process.machine.processes)
             if any(each.startswith(f"no thread of {process.name}#") for each in self.history.faults):
                 yield process.pid
+
+
+def _token_of_the_teller() -> bytes:
+    """The token of the call that tells of itself: the package emits the event from one of its methods."""
+    frame: Any = sys._getframe()
+    while not hasattr(teller := frame.f_locals.get("self"), "waits_until_told"):
+        frame = frame.f_back
+    token: bytes = teller.token
+    return token
 
 
 def _is_ours(value: Any) -> bool:

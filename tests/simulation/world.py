@@ -12,7 +12,6 @@ import heapq
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextvars import Context
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -34,7 +33,6 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         interrupt: the exception that is raised when the thread goes on; None if none is.
         waiting: counts the thread's waits, so that a late wake is known.
         is_daemon: whether the thread's process ends without waiting for it.
-        began_in: the context in which another thread has begun this one.
         joined: functions, each of which wakes a thread that waits for the end of this one.
     """
 
@@ -48,7 +46,6 @@ class Thread(greenlet.greenlet):  # type: ignore[misc]
         self.life = process.life
         self.tracer: Any = Tracer(world.branches).trace if world.branches is not None else None
         self.joined: list[Callable[[Any], object]] = []
-        self.began_in = Context()
 
     @property
     def lives(self) -> bool:
