@@ -21,7 +21,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextvars import copy_context
 from copy import copy
 from functools import cache, lru_cache
 from math import inf
@@ -112,7 +111,7 @@ class FakeThread:
             msg = "can't start new thread"
             raise RuntimeError(msg)
         self._thread = playing().spawn(process, f"{process.name}/{self._name}", self._target, *self._args)
-        self._thread.is_daemon, self._thread.began_in = self._is_daemon, copy_context()
+        self._thread.is_daemon = self._is_daemon
 
     def join(self) -> None:
         playing().wait(self._thread.joined.append, None)
@@ -220,6 +219,7 @@ class FakePath(str):
 _time = _fake(time, clock_gettime=_now, monotonic=_now, perf_counter=_now, time=lambda: playing().wall(), sleep=_sleep)
 vars(_time)["time_ns"] = lambda: round(playing().wall() * 1e9)
 _os = _fake(os, kill=_kill, urandom=_urandom, register_at_fork=_on_fork, getpid=lambda: getattr(this(), "pid", 1))
+vars(_os)["getppid"] = lambda: this().parent_pid
 _socket = _fake(
     socket,
     socket=lambda *_: BlockingSocket(greenlet.getcurrent()),
@@ -395,6 +395,7 @@ class Process:
     def fork(self, pid: int) -> Any:
         """Go on as a child with another id and with the parent's state; returns what others see as the parent."""
         parent = self.machine.processes[self.pid] = SimpleNamespace(is_dead=True, started=self.started)
+        self.parent_pid = self.pid
         self._begin_as_child(pid)
         return parent
 
