@@ -45,7 +45,7 @@ with suppress(AttributeError):  # on a system without forks
 
 _have_locks: WeakSet[Any] = WeakSet()
 
-_SLOTS = {"slots_cache", "_owners"}
+_SLOTS = {"slots_cache", "owners"}
 """Tables with a cluster's 16384 slots. They are not searched: their nodes are reached through other attributes."""
 
 

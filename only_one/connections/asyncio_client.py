@@ -3,19 +3,24 @@
 import asyncio
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import redis
 from redis import backoff, exceptions
-from redis.asyncio import ConnectionPool, Redis, RedisCluster, cluster, connection, retry, sentinel
+from redis.asyncio import ConnectionPool, Redis, cluster, connection, retry, sentinel
 
 from only_one.clock import now
-from only_one.driver import RAW, Command, ServerTimeout
+from only_one.driver import Command, ServerTimeout
 from only_one.errors import ConfigurationError
 from only_one.signatures import signature
 
 from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed
+from .nodes import Address, Slots
 from .timeouts import NO_NOTICES
+
+_PARSER = {"parser_class": parser} if (parser := getattr(cluster, "ClusterParser", None)) else {}
+"""redis-py 5 has another parser for a cluster's errors. Without a cluster there are none."""
 
 _sentinel: Any = sentinel  # a module without types
 
@@ -28,6 +33,11 @@ _MOST_CONNECTIONS = 32
 To open many more at once takes longer than a connection may take.
 """
 
+_MOST_REFUSALS = 16
+"""How often a cluster may redirect a command, or refuse it because its slot is moving or has no node."""
+
+_REFUSAL_PAUSE = 0.05
+
 
 class AsyncClient:
     """An asyncio client whose commands wait for one another if there are more of them than connections.
@@ -39,11 +49,11 @@ class AsyncClient:
     and have read no reply meanwhile.
 
     After an exception of a signal handler a new client is made. The exception may have left a connection with a reply
-    yet to come; and a turn, or a lock of redis-py's, that an ``async with`` had just acquired may stay acquired.
+    yet to come; and a turn, or a lock, that an ``async with`` had just acquired may stay acquired.
 
     Attributes:
         sends_again: the drivers send a command again that got no answer, because redis-py does not.
-        client: our own kept connections, or redis-py's asyncio client of a cluster.
+        client: our own kept connections, to one server or to the nodes of a cluster.
         to_be_closed: the earlier clients. The next command closes their connections: the command that left such a
             client may be collected where no event loop runs, and cannot close them.
     """
@@ -54,7 +64,7 @@ class AsyncClient:
         """Make the client.
 
         Args:
-            make: makes a client of redis-py.
+            make: makes the client.
             most: the most connections that the client may have.
         """
         self._make = make
@@ -83,9 +93,7 @@ class AsyncClient:
                 reply = await client.send_raw(command)
                 self._answered_at = now()
                 return reply
-        except (redis.RedisError, exceptions.RedisClusterException, asyncio.CancelledError, GeneratorExit) as error:
-            if isinstance(error, exceptions.RedisClusterException):  # no node of the cluster can be reached
-                self._known_down_at = now()
+        except (redis.RedisError, asyncio.CancelledError, GeneratorExit) as error:
             if isinstance(error, redis.TimeoutError) and self._note_timeout(asked, sent):
                 raise ServerTimeout(*error.args) from None
             raise
@@ -152,8 +160,8 @@ class _KeptConnections:
         self._broken: list[Any] = []
         self._all: set[Any] = set()  # a connection that an exception between two lines has lost is in this set only
 
-    async def send_raw(self, command: Command) -> Any:
-        """Send a command, and return its reply as bytes."""
+    async def send_raw(self, command: Command, *, is_asking: bool = False) -> Any:
+        """Send a command, and return its reply as bytes; ``is_asking`` says that the server was named by an ASK."""
         while self._broken:
             broken = self._broken.pop()
             self._all.discard(broken)
@@ -163,12 +171,14 @@ class _KeptConnections:
         try:
             if not connection.is_connected:
                 await connection.connect()  # sending does not connect a Sentinel's connection
+            # The answer to ASKING is read first, because a refusal of it would leave another reply yet to come.
             # No time limit for the sending, for which redis-py would start a task: one short command does not wait.
             # And no check of the connection, which would then wait without a limit: a broken one fails anyhow.
-            connection.socket_timeout = None
-            await connection.send_packed_command((packed(command),), check_health=False)
-            connection.socket_timeout = self._read_timeout
-            reply = await connection.read_response(disable_decoding=True)
+            for each in (("ASKING",), command) if is_asking else (command,):
+                connection.socket_timeout = None
+                await connection.send_packed_command((packed(each),), check_health=False)
+                connection.socket_timeout = self._read_timeout
+                reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:
             if leaves_usable(error):
                 self._idle.append(connection)
@@ -188,6 +198,65 @@ class _KeptConnections:
         await asyncio.gather(*closing, return_exceptions=True)
 
 
+class _ClusterConnections:
+    """Sends each command to the node that stores its key, and on to the node to which that one redirects it.
+
+    All nodes are asked by kept connections, and not through redis-py's asyncio client of a cluster.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._slots = Slots(client)
+        # Without redis-py's function, which has replicas answer.
+        self._options = {name: each for name, each in self._slots.options.items() if name != "redis_connect_func"}
+        self._nodes: dict[Address, _KeptConnections] = {}
+        self._looking, self._looked_at = asyncio.Lock(), 0.0  # by `now()`: never
+        for address in self._slots.addresses():
+            self._at(address)
+
+    async def send_raw(self, command: Command) -> Any:
+        """Send a command, and return its reply as bytes. It is sent again only if the cluster has refused it."""
+        key: Any = command[3] if command[0] == "EVAL" else command[1]
+        address, is_asking = self._slots.address_of(key) or next(iter(self._nodes)), False
+        refusal = redis.ResponseError()
+        for _ in range(_MOST_REFUSALS):
+            sent = now()
+            try:
+                return await self._at(address).send_raw(command, is_asking=is_asking)
+            except exceptions.AskError as error:  # the base class of MovedError
+                refusal = error
+                address = self._slots.redirected(error, address)
+                is_asking = not isinstance(error, exceptions.MovedError)
+            except (exceptions.TryAgainError, exceptions.ClusterDownError) as error:
+                refusal = error
+                await asyncio.sleep(_REFUSAL_PAUSE)
+            except OF_ALL_CONNECTIONS:
+                await self._look(address, sent)
+                raise
+        raise refusal
+
+    def _at(self, address: Address) -> _KeptConnections:
+        """The connections to the node at an address."""
+        if address not in self._nodes:
+            pool = self._slots.connect(*address, **self._options).connection_pool
+            self._nodes[address] = _KeptConnections(_async_pool(pool))
+        return self._nodes[address]
+
+    async def _look(self, failed: Address, sent: float) -> None:
+        """Ask the nodes but ``failed``, until one replies, which node stores which slot; once for all commands."""
+        async with self._looking:
+            if self._looked_at > sent:
+                return
+            self._looked_at = now()
+            for address in {*self._nodes, *self._slots.addresses()} - {failed}:
+                with suppress(redis.RedisError):
+                    self._slots.learn(await self._at(address).send_raw(("CLUSTER", "SLOTS")), address)
+                    return
+
+    async def close_connections(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*(each.close_connections() for each in self._nodes.values()))
+
+
 def make_async_client(client: Any) -> AsyncClient:
     """Make the asyncio client of the server of a sync one.
 
@@ -199,7 +268,7 @@ def make_async_client(client: Any) -> AsyncClient:
     """
     if isinstance(client, redis.RedisCluster):
         most = client.nodes_manager.connection_kwargs.get("max_connections") or NO_LIMIT
-        return AsyncClient(lambda: _cluster(client), most)
+        return AsyncClient(lambda: _ClusterConnections(client), most)
     pool = client.connection_pool
     return AsyncClient(lambda: _KeptConnections(_async_pool(pool)), pool.max_connections)
 
@@ -219,7 +288,7 @@ def _async_pool(pool: Any) -> Any:
         raise ConfigurationError(msg)
     known = {name for base in kind.__mro__ for name in signature(base).parameters}
     known.discard("parser_class")  # another class for asyncio
-    options = _options(pool.connection_kwargs, known)
+    options = {**_options(pool.connection_kwargs, known), **_PARSER}
     options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
     if not isinstance(pool, redis.SentinelConnectionPool):
         return ConnectionPool(**options)
@@ -258,76 +327,3 @@ class _Sentinels(sentinel.Sentinel):
         address = await super(_Sentinels, asked).discover_master(service_name)
         self.sentinels = asked.sentinels
         return address
-
-
-class _Cluster(RedisCluster):
-    """A cluster's client that sends a command again only if the cluster has refused it.
-
-    All other errors are left to the driver. Commands that wait for the slots wait for one look at them.
-    """
-
-    ERRORS_ALLOW_RETRY: Any = (exceptions.ClusterDownError, exceptions.SlotNotCoveredError)
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._looking = asyncio.Lock()
-        self._unreachable_at = 0.0  # by `now()`: never
-
-    def get_node(self, host: Any = None, port: Any = None, node_name: Any = None) -> Any:
-        """A node. One that an ASK names may have no slot yet, and redis-py then learns it."""
-        nodes: Any = self.nodes_manager
-        if node_name and node_name not in nodes.nodes_cache:
-            name, _, number = node_name.rpartition(":")
-            nodes.nodes_cache[node_name] = cluster.ClusterNode(name, int(number), **nodes.connection_kwargs)
-        return super().get_node(host, port, node_name)
-
-    async def send_raw(self, command: Command) -> Any:
-        """Send a command once the slots are known. Else redis-py 7 would send the first ones to any node.
-
-        If no node can be reached, all commands that wait for this look give up: each would look for as long.
-        """
-        asked = now()
-        async with self._looking:
-            if self._unreachable_at > asked:
-                msg = "Timeout waiting for the slots: no node could be reached"
-                raise ServerTimeout(msg)
-            try:
-                await self._look()
-            except exceptions.RedisClusterException:
-                self._unreachable_at = now()
-                raise
-        return await self.execute_command(*command, **RAW)
-
-    async def _look(self) -> None:
-        """Ask where the slots are, unless they are known; twice, if redis-py has no node left that it could ask."""
-        nodes: Any = self.nodes_manager
-        for is_last in (False, True):
-            # Until redis-py 7.1, a node that was not reached is no longer asked for the slots, even during one look.
-            nodes.startup_nodes = {**nodes.nodes_cache, **nodes.startup_nodes}
-            try:
-                await self.initialize()
-            except exceptions.RedisClusterException:
-                if is_last or nodes.startup_nodes:
-                    raise
-            else:
-                return
-
-    async def close_connections(self) -> None:
-        """Close all connections. redis-py closes a client only once, and commands may have opened others since."""
-        await self.aclose()
-        await self.nodes_manager.aclose()
-
-
-def _cluster(client: Any) -> Any:
-    known = set(signature(RedisCluster.__init__).parameters) - {"retry"}
-    manager: Any = client.nodes_manager
-    given: dict[str, Any] = manager.connection_kwargs
-    options = {name: value for name, value in _options(given, known).items() if value is not None}
-    is_tls = issubclass(given.get("connection_class", redis.Connection), redis.SSLConnection)
-    options.update(ssl=is_tls, address_remap=manager.address_remap, max_connections=NO_LIMIT)
-    options["reinitialize_steps"] = 0  # else each fifth MOVED closes the connections of all commands under way
-    options["require_full_coverage"] = manager._require_full_coverage  # noqa: SLF001 - it has no public name
-    # The nodes that the user named are asked, too: by now their host names may lead to other nodes.
-    known_nodes = (*client.get_nodes(), *getattr(client, "startup_nodes", ()))
-    nodes = [cluster.ClusterNode(str(node.host), int(node.port)) for node in known_nodes]
-    return _Cluster(startup_nodes=nodes, **options)

@@ -14,6 +14,8 @@ from only_one.driver import RAW, TROUBLE, Command
 
 from .timeouts import closed_when_collected, short_timeouts, with_short_timeouts
 
+Address = tuple[str, int]
+
 _FIRST_PAUSE = 0.05
 
 MOST_IN_A_TRIP = 500
@@ -111,6 +113,47 @@ class MasterNode(Node):
         self._asks_from = now() + 9 * (now() - began)
 
 
+class Slots:
+    """Which node of a cluster stores each slot: as the user's client knows, and as the nodes have said since.
+
+    Attributes:
+        options: the options of the user's connections.
+        connect: makes a client of the node at an address, by options.
+        owners: by slot, the address of the node that stores it.
+    """
+
+    def __init__(self, client: Any) -> None:
+        """Begin with the nodes and slots that a ``RedisCluster`` knows."""
+        self._client = client
+        self._manager: Any = client.nodes_manager
+        self.options: dict[str, Any] = self._manager.connection_kwargs
+        self.connect: Any = self._manager.create_redis_node
+        known = self._manager.slots_cache.items()
+        self.owners: dict[Any, Any] = {slot: (owner.host, owner.port) for slot, (owner, *_) in known}
+
+    def address_of(self, key: str | bytes) -> Address | None:
+        """The address of the node that stores ``key``, as far as is known."""
+        return self.owners.get(self._client.keyslot(key))
+
+    def addresses(self) -> set[Address]:
+        """The addresses of all known nodes; the user's client may have learnt of new ones."""
+        return {*self.owners.values(), *((each.host, each.port) for each in list(self._manager.nodes_cache.values()))}
+
+    def redirected(self, error: exceptions.AskError, by: Address) -> Address:
+        """The address of the node that a redirection names: by MOVED the slot's new node, by ASK that which gets it."""
+        address: Address = self._manager.remap_host_port(error.host or by[0], error.port)
+        if isinstance(error, exceptions.MovedError):
+            self.owners[error.slot_id] = address
+        return address
+
+    def learn(self, reply: Any, by: Address) -> None:
+        """Learn of the node of each slot from a node's reply to CLUSTER SLOTS."""
+        ranges: dict[Any, Any] = cluster.parse_cluster_slots(reply, current_host=by[0])
+        for (first_slot, last_slot), owners in ranges.items():
+            address: Address = self._manager.remap_host_port(*owners["primary"])
+            self.owners.update(dict.fromkeys(range(first_slot, last_slot + 1), address))
+
+
 class ClusterNodes:
     """The nodes of a cluster, and the slots of each, as the renewing thread knows them.
 
@@ -118,31 +161,27 @@ class ClusterNodes:
     """
 
     def __init__(self, client: Any) -> None:
-        """Begin with the nodes and slots that a ``RedisCluster`` knows."""
-        self._client = client
-        self._manager: Any = client.nodes_manager
-        self._options = short_timeouts(self._manager.connection_kwargs)
-        self._nodes: dict[tuple[str, int], _ClusterNode] = {}
-        known = self._manager.slots_cache.items()
-        self._owners: dict[Any, Any] = {slot: (owner.host, owner.port) for slot, (owner, *_) in known}
-        for address in set(self._owners.values()):
+        self._slots = Slots(client)
+        self._options = short_timeouts(self._slots.options)
+        self._nodes: dict[Address, _ClusterNode] = {}
+        for address in set(self._slots.owners.values()):
             self._at(address)
 
     def node_of(self, key: str) -> Node:
         """The node that stores ``key``, as far as is known."""
-        address = self._owners.get(self._client.keyslot(key))
+        address = self._slots.address_of(key)
         return self._at(address) if address else min(self._nodes.values(), key=_by_reach)
 
     def all(self) -> list[Node]:
         """All nodes that store keys. One is asked for them first, because some may be new."""
         self._refresh()
-        return [self._at(address) for address in set(self._owners.values())]
+        return [self._at(address) for address in set(self._slots.owners.values())]
 
-    def _at(self, address: tuple[str, int]) -> "_ClusterNode":
+    def _at(self, address: Address) -> "_ClusterNode":
         """The node at an address."""
         if address not in self._nodes:
-            client = closed_when_collected(self._manager.create_redis_node(*address, **self._options))
-            self._nodes[address] = _ClusterNode(client, address[0], self)
+            client = closed_when_collected(self._slots.connect(*address, **self._options))
+            self._nodes[address] = _ClusterNode(client, address, self)
         return self._nodes[address]
 
     def follow(self, node: "_ClusterNode", commands: Sequence[Command], replies: list[Any]) -> None:
@@ -157,11 +196,8 @@ class ClusterNodes:
             self._refresh(node)
         for number, reply in enumerate(replies):
             if isinstance(reply, exceptions.AskError):  # the base class of MovedError
-                address = self._manager.remap_host_port(reply.host or node.host, reply.port)
-                target = self._at(address)
-                if isinstance(reply, exceptions.MovedError):
-                    self._owners[reply.slot_id] = address
-                elif target.backs_off_until <= now():
+                target = self._at(self._slots.redirected(reply, node.address))
+                if not isinstance(reply, exceptions.MovedError) and target.backs_off_until <= now():
                     replies[number] = target.send_here([("ASKING",), commands[number]])[1]
 
     def _refresh(self, but: Node | None = None) -> None:
@@ -169,19 +205,14 @@ class ClusterNodes:
 
         If that node cannot be reached either, the next time is soon enough.
         """
-        for known in list(self._manager.nodes_cache.values()):  # the user's client may have learnt of new nodes
-            self._at((known.host, known.port))
+        for address in self._slots.addresses():
+            self._at(address)
         node = min((each for each in self._nodes.values() if each is not but), key=_by_reach, default=None)
         if node is None or node.backs_off_until > now():
             return
         (reply,) = node.send_here([("CLUSTER SLOTS",)])
-        if isinstance(reply, Exception):
-            return
-        ranges: dict[Any, Any] = cluster.parse_cluster_slots(reply, current_host=node.host)
-        for (first_slot, last_slot), owners in ranges.items():
-            address: Any = self._manager.remap_host_port(*owners["primary"])
-            self._owners.update(dict.fromkeys(range(first_slot, last_slot + 1), address))
-            self._at(address)
+        if not isinstance(reply, Exception):
+            self._slots.learn(reply, node.address)
 
 
 class _ClusterNode(Node):
@@ -189,9 +220,9 @@ class _ClusterNode(Node):
 
     send_here = Node.send
 
-    def __init__(self, client: Any, host: str, nodes: ClusterNodes) -> None:
+    def __init__(self, client: Any, address: Address, nodes: ClusterNodes) -> None:
         super().__init__(client)
-        self.host = host
+        self.address = address
         self._nodes = nodes
 
     def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:

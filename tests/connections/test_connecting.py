@@ -63,6 +63,13 @@ def test_a_way_to_connect_that_has_no_like_in_asyncio(redis_url: str, option: di
             decorated_async(lambda: "done", redis=client)()
 
 
+def test_an_option_of_tls_that_has_no_like_in_asyncio() -> None:
+    """Without it, an asyncio client could trust a server that the user's does not trust."""
+    call = decorated_async(lambda: "done", redis=redis_py.Redis(ssl=True, ssl_ocsp_expected_cert="one"))
+    with pytest.raises(ConfigurationError, match="with ssl_ocsp_expected_cert: give redis= without"):
+        call()
+
+
 CLUSTER: Any = redis_py.RedisCluster.__new__(redis_py.RedisCluster)  # which has not connected
 WHO = "write the server's user and password: redis://user:password@host:6379/0"
 BY_DEFAULT = redis_py.Redis.from_url("redis://")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,17 +20,17 @@ import redis as redis_py
 from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError, RedisError
 
-from only_one import ConfigurationError, LockUnavailable, configure, only_one
-from only_one.connections import nodes
+from only_one import LockUnavailable, configure, only_one
+from only_one.connections import asyncio_client, nodes
 from only_one.connections.connection_pool import guarded
-from only_one.connections.server import Server, find_server
+from only_one.connections.server import find_server
 from only_one.driver import RAW
 from only_one.inspection import held, holder_of, key_of, release_key
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests import renewal
-from tests.decorated import CLOSED, Decorate, both, decorated, decorated_async
+from tests.decorated import CLOSED, Decorate, both, decorated_async
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.faults.test_fork import FORK
 from tests.interruptions import Interruption
@@ -202,35 +202,12 @@ def test_a_cluster_that_speaks_tls_and_lacks_a_slot_behind_other_addresses(prefi
                 known = client.nodes_manager.nodes_cache
                 known[next(iter(known))] = SimpleNamespace(host="127.0.0.1", port=1)  # it has gone
             assert decorated_async(lambda: "done", redis=client)() == "done"
-        with connect(ssl_password="of no key", ssl_ca_path="/") as client:  # noqa: S106 - no secret
-            assert decorated(lambda: "done", redis=client)() == "done"
-            # redis-py 5.2 has one with the second.
-            with pytest.raises(ConfigurationError, match=r"with ssl_password( and ssl_ca_path)?: give redis= without"):
-                decorated_async(lambda: "done", redis=client)()
 
 
 def test_the_url_of_one_node_is_told_with_what_to_write(cluster: Cluster, names: list[str]) -> None:
     url = f"{cluster.nodes[0].server.url}?socket_timeout={LIMIT}"
     with pytest.raises(LockUnavailable, match=r"write redis=redis\.RedisCluster"):
         only_one(lambda: "done", key=names[1], redis=url)()
-
-
-def test_a_client_of_an_event_loop_closes_what_commands_open_after_redis_py_has_closed_it(
-    cluster: Cluster, names: list[str], prefix: str
-) -> None:
-    """redis-py closes it when a node is gone, also while other commands are under way, and once only."""
-    node, key = cluster.nodes[0], f"{prefix}{names[0]}"
-
-    async def main() -> int:
-        client = await Server(cluster.client).async_client()
-        await client.send_raw(("GET", key))
-        await client.client.aclose()
-        opened = await client.client.get_node_from_key(key).execute_command("CLIENT ID")
-        await client.aclose()
-        return int(opened)
-
-    opened = str(asyncio.run(main()))
-    assert eventually(lambda: opened not in [each["id"] for each in node.client.client_list()])
 
 
 LOOKS_FOR_SLOTS = """
@@ -387,7 +364,7 @@ def test_where_a_command_goes_whose_slot_has_moved_or_moves(said: Said) -> None:
         (reply,) = said.send(number, "GET")
         assert isinstance(reply, MovedError)
         assert said.asked == [(asked, "GET")]
-        assert said.theirs._owners[5] == ("127.0.0.1", owner)
+        assert said.theirs._slots.owners[5] == ("127.0.0.1", owner)
     said.theirs._at(("away", 7)).fail(2.0)
     (reply,) = said.send(0, "ASKED")
     assert type(reply) is AskError
@@ -395,7 +372,7 @@ def test_where_a_command_goes_whose_slot_has_moved_or_moves(said: Said) -> None:
     said.clock.moment += 2
     assert said.send(0, "ASKED") == ["done"]
     assert said.asked == [(one, "ASKED"), (7, "ASKING"), (7, "ASKED")]
-    assert said.theirs._owners[5] == ("127.0.0.1", one)
+    assert said.theirs._slots.owners[5] == ("127.0.0.1", one)
 
 
 @pytest.mark.parametrize("error", [redis_py.ConnectionError(), redis_py.ReadOnlyError()], ids=["down", "replica"])
@@ -408,28 +385,29 @@ def test_a_node_that_may_have_been_replaced(said: Said, error: Exception) -> Non
     said.replies[third] = lambda _: [[3, 5, ["", 7, "id"]], [9, 9, ["127.0.0.1", other, "id"]]]
     assert said.send(0, "GET", "HGET") == [1, of_the_key]
     assert said.asked == [(one, "GET"), (one, "HGET")]
-    owners = dict(said.theirs._owners)
+    owners = dict(said.theirs._slots.owners)
     for other_rests, third_rests, asked in [(-1, 0, [other]), (2, 1, []), (2, 0, [third])]:
-        assert said.theirs._owners == owners
+        assert said.theirs._slots.owners == owners
         said.names[1].backs_off_until, said.names[2].backs_off_until = MOMENT + other_rests, MOMENT + third_rests
         assert said.send(0, "GET", "SET") == [1, error]
         assert said.asked == [(one, "GET"), (one, "SET"), *((port, "CLUSTER SLOTS") for port in asked)]
-    assert said.theirs._owners == {**owners, **dict.fromkeys([3, 4, 5], ("127.0.0.1", 7)), 9: ("127.0.0.1", other)}
-    assert ("127.0.0.1", 7) in said.theirs._nodes
+    learnt = {**dict.fromkeys([3, 4, 5], ("127.0.0.1", 7)), 9: ("127.0.0.1", other)}
+    assert said.theirs._slots.owners == {**owners, **learnt}
 
 
 def test_a_slot_that_nobody_is_known_to_have(said: Said) -> None:
     """The node that could be reached for the longest time is asked, and will know."""
     for number, node in enumerate(said.names):
         node.backs_off_until = MOMENT - number
-    said.theirs._owners.clear()
+    said.theirs._slots.owners.clear()
     assert said.theirs.node_of("k") is said.names[2]
 
 
 def test_a_cluster_of_one(said: Said) -> None:
     """There is nobody else to be asked, until the user's client has learnt of others."""
-    manager, address = said.theirs._manager, ("127.0.0.1", said.ports[0])
+    manager, address = said.theirs._slots._manager, ("127.0.0.1", said.ports[0])
     said.theirs._nodes = {address: said.names[0]}
+    said.theirs._slots.owners = dict.fromkeys(range(16384), address)
     said.replies.update(dict.fromkeys(said.ports, lambda _: redis_py.ConnectionError()))
     for known, asked in (({}, ["GET"]), (manager.nodes_cache, ["GET", "CLUSTER SLOTS"])):
         manager.nodes_cache = known
@@ -591,14 +569,15 @@ def test_calls_of_an_event_loop_know_together_that_no_node_can_be_reached(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look takes as long as the time-outs of all nodes together: each would look for itself, one after the other."""
-    looks, table = [], redis_py.asyncio.cluster.NodesManager
-    look = table.initialize
+    looks, kind = [], asyncio_client._KeptConnections
+    send = kind.send_raw
 
-    async def counted(*args: Any, **options: Any) -> None:
-        looks.append(args)
-        await look(*args, **options)
+    async def counted(self: Any, command: Any, **options: Any) -> Any:
+        if command[0] == "CLUSTER":
+            looks.append(command)
+        return await send(self, command, **options)
 
-    monkeypatch.setattr(table, "initialize", counted)
+    monkeypatch.setattr(kind, "send_raw", counted)
     port = cluster.nodes[0].server.port
     with redis_py.RedisCluster("127.0.0.1", port, socket_timeout=0.3, socket_connect_timeout=0.3) as client:
         call = only_one(echo, key="{word}", redis=client, when_down=lambda _: "down")
@@ -611,7 +590,7 @@ def test_calls_of_an_event_loop_know_together_that_no_node_can_be_reached(
                 await call("once")  # whose connections time out
                 looks.clear()
                 assert await asyncio.gather(*(call(str(number)) for number in range(40))) == ["down"] * 40
-                assert len(looks) == 1  # all have asked before an event loop looks at its clock again
+                assert len(looks) <= 2 * len(cluster.nodes)  # when each was sent, and when it was sent again
             finally:
                 for node in cluster.nodes:
                     node.server.resume()
@@ -625,10 +604,11 @@ def test_calls_of_an_event_loop_know_together_that_no_node_can_be_reached(
 def test_a_replica_is_not_asked_until_it_takes_over(prefix: str) -> None:
     """It may lag, so keys are read from masters only, whatever the user's client does.
 
-    What the master had passed on is renewed at the new one, though nobody that is alive ever said MOVED.
+    What the master had passed on is renewed at the new one, though nobody that is alive ever said MOVED. An event loop
+    that knew the old one finds the new one, too.
     """
     told: list[object] = []
-    with ExitStack() as stack:
+    with ExitStack() as stack, closing(asyncio.new_event_loop()) as loop:
         cluster = Cluster(stack)  # of the test's own
         stack.enter_context(cluster.connected())
         master = cluster.nodes[0]
@@ -649,6 +629,8 @@ def test_a_replica_is_not_asked_until_it_takes_over(prefix: str) -> None:
                         assert guarded(client).execute_command("PTTL", key) > 0
                         assert guarded(client).execute_command("GET", key, **RAW) == run.lock.token
             assert not {"cmdstat_get", "cmdstat_pttl"} & {*replica.client.info("commandstats")}
+            in_loop = only_one(echo, key=lambda _: name, when_down=lambda _: "down")
+            assert loop.run_until_complete(in_loop("beside the run")) is None
             master.client.wait(1, round(LIMIT * 1000))
             assert replica.client.info("keyspace")  # only the slot's master answers for the key itself
             master.server.kill()
@@ -659,4 +641,6 @@ def test_a_replica_is_not_asked_until_it_takes_over(prefix: str) -> None:
             assert run.lock.fence > 0
         assert (run.result, told) == ("done", [])
         assert eventually(lambda: not replica.client.exists(key))
+        assert eventually(lambda: loop.run_until_complete(in_loop("next")) == "next")
+        loop.run_until_complete(loop.shutdown_asyncgens())
         assert only_one(lambda: "next", key=name)() == "next"
