@@ -168,6 +168,7 @@ class _KeptConnections:
             await broken.disconnect(nowait=True)
         connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
         self._all.add(connection)
+        reply: Any = None
         try:
             if not connection.is_connected:
                 await connection.connect()  # sending does not connect a Sentinel's connection
