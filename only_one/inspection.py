@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+from redis import RedisCluster
+
 from . import settings
 from .connections.server import Server, Source, find_server
 from .connections.server_features import is_of_another_type
@@ -68,7 +70,7 @@ def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> I
     """
     server, prefix = _configured(redis, app)
     pattern = "".join(f"\\{each}" for each in prefix) + match  # the prefix has no wildcards
-    return _scan(server, pattern)
+    return _scan(server.client, pattern)
 
 
 def held_key(key: str, *, redis: Source | None = None, app: Any = None) -> Held | None:
@@ -199,13 +201,22 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return options.server, options.prefix + key
 
 
-def _scan(server: Server, pattern: str) -> Iterator[Held]:
-    for node in server.nodes.all():
-        scanned = node.client.scan_iter(match=pattern, count=_AT_ONCE, NEVER_DECODE=True)
-        seen: set[bytes] = set()  # SCAN may show a key more than once
-        while batch := set(islice(scanned, _AT_ONCE)):
-            yield from _read(server.client, list(batch - seen))
-            seen |= batch
+def _scan(client: Any, pattern: str) -> Iterator[Held]:
+    if isinstance(client, RedisCluster):
+        _learn_new_nodes(client)
+    scanned = client.scan_iter(match=pattern, count=_AT_ONCE, NEVER_DECODE=True)
+    seen: set[bytes] = set()  # SCAN may show a key more than once
+    while batch := set(islice(scanned, _AT_ONCE)):
+        yield from _read(client, list(batch - seen))
+        seen |= batch
+
+
+def _learn_new_nodes(client: Any) -> None:
+    """Have a cluster's client ask for the slots anew if a node was added. Else it would learn of it only by MOVED."""
+    manager, ranges = client.nodes_manager, client.cluster_slots().values()
+    addresses = [manager.remap_host_port(*each["primary"]) for each in ranges if each["primary"][0]]
+    if not all(client.get_node(*each) for each in addresses):
+        manager.initialize()
 
 
 def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:

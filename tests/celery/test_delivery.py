@@ -33,7 +33,7 @@ from only_one import (
     retry,
     skip,
 )
-from only_one.celery import delivery
+from only_one.celery import delivery, task_functions
 from only_one.celery.delivery import Delivery
 from only_one.celery.requeue import Header
 from only_one.holder import Holder
@@ -441,7 +441,7 @@ def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytes
     def make_key(_caller: object, args: tuple[str], _kwargs: object) -> str:
         return "k:" + args[0]
 
-    monkeypatch.setattr(delivery, "now", lambda: 1000)
+    monkeypatch.setattr(task_functions, "now", lambda: 1000)
     task = queue.app.task(done, name=f"task-{uuid4()}", shared=False)
     token, left = retained()
     holder: Any = Holder.parse(token)
