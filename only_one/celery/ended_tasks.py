@@ -24,7 +24,7 @@ from .delivery import state_of, unwrapped
 from .killed_runs import release_when_dead
 from .received_tasks import begun_request
 from .requeue import header_of, work_of
-from .task_functions import decorations_of, key_of_message
+from .task_functions import decorations_of, key_of_arguments
 
 
 def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None:
@@ -42,11 +42,12 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
     key, decorations = header.key, decorations_of(task) if task else []
     decoration = next((each for each in decorations if each.is_unique), None)
     # The header has no key if Celery has sent the message again because a process was lost, or if the task's own
-    # `apply_async` has given the task another id.
+    # `apply_async` has given the task another id. The task was queued with the key of these arguments, also if the run
+    # would have another; and a value of other work is left alone.
     if decoration is not None and key is None:
         with suppress(Exception):  # of arguments that have no key, either
             prefix = decoration.options_for(decoration.plain).prefix
-            key = key_of_message(task, decoration, prefix, request.args, request.kwargs)
+            key = key_of_arguments(task, decoration, prefix, request.args, request.kwargs)
     if key is None:
         return None
     if decoration is not None:
