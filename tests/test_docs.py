@@ -123,6 +123,16 @@ def test_each_setting_is_in_the_table_of_settings() -> None:
     assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == CONFIGURABLE
 
 
+def test_each_row_of_the_cheat_sheet_can_be_written() -> None:
+    page = (ROOT / "docs" / "cheat-sheet.md").read_text()
+    *decorators, settings = re.findall(r"^\|[^|]+\| `([^`]+)`", page, re.MULTILINE)
+    assert len(decorators) == 11
+    for decorator in decorators:
+        exec(f"{decorator}\ndef report(shop): ...", vars(only_one).copy())  # noqa: S102 - as a reader of the page does
+    with eval(settings, vars(only_one).copy()):  # noqa: S307 - as above
+        pass
+
+
 def test_each_command_of_make_is_listed_and_each_that_is_named_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY:((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
