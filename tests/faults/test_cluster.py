@@ -516,11 +516,9 @@ def test_calls_of_an_event_loop_at_once_cost_no_connection(cluster: Cluster, pre
     """redis-py may send the first of them to any node, and close all connections when five have answered MOVED."""
     source, target, bystander = cluster.nodes
     call = only_one(echo, key="{word}")
-    on_source = (
-        name
-        for name in map("k{}".format, itertools.count())
-        if cluster.client.get_node_from_key(f"{prefix}{name}").port == source.server.port
-    )
+    of_slot = {key_slot(f"{prefix}{name}".encode()): name for name in map("k{}".format, range(100))}
+    table = cluster.client.nodes_manager.slots_cache
+    on_source = [slot for slot in of_slot if table[slot][0].port == source.server.port]
 
     async def main() -> None:
         before = sum(map(moved, cluster.nodes))
@@ -528,11 +526,10 @@ def test_calls_of_an_event_loop_at_once_cost_no_connection(cluster: Cluster, pre
         assert await asyncio.gather(*map(call, first)) == first
         assert sum(map(moved, cluster.nodes)) == before
         opened = {each["id"] for each in bystander.client.client_list()}
-        for number, name in enumerate(itertools.islice(on_source, 6), start=1):
+        for number, slot in enumerate(on_source[:6], start=1):
             for node in (target, *cluster.nodes):
-                slot = key_slot(f"{prefix}{name}".encode())
                 node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", target.id)
-            assert await call(name) == name
+            assert await call(of_slot[slot]) == of_slot[slot]
             assert sum(map(moved, cluster.nodes)) == before + number
         assert opened <= {each["id"] for each in bystander.client.client_list()}
 
