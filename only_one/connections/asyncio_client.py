@@ -3,7 +3,6 @@
 import asyncio
 import copy
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import redis
@@ -94,7 +93,9 @@ class AsyncClient:
                 self._answered_at = now()
                 return reply
         except (redis.RedisError, asyncio.CancelledError, GeneratorExit) as error:
-            if isinstance(error, redis.TimeoutError) and self._note_timeout(asked, sent):
+            if isinstance(error, ServerTimeout) and sent:  # no node of a cluster replies
+                self._known_down_at = now()
+            elif isinstance(error, redis.TimeoutError) and self._note_timeout(asked, sent):
                 raise ServerTimeout(*error.args) from None
             raise
         except BaseException:
@@ -162,10 +163,7 @@ class _KeptConnections:
 
     async def send_raw(self, command: Command, *, is_asking: bool = False) -> Any:
         """Send a command, and return its reply as bytes; ``is_asking`` says that the server was named by an ASK."""
-        while self._broken:
-            broken = self._broken.pop()
-            self._all.discard(broken)
-            await broken.disconnect(nowait=True)
+        await self._close_broken()
         connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
         self._all.add(connection)
         reply: Any = None
@@ -192,6 +190,18 @@ class _KeptConnections:
         self._idle.append(connection)
         return reply
 
+    async def _close_broken(self) -> None:
+        while self._broken:
+            broken = self._broken.pop()
+            self._all.discard(broken)
+            await broken.disconnect(nowait=True)
+
+    async def close_idle(self) -> None:
+        """Close the connections that no command uses."""
+        self._broken += self._idle
+        self._idle = []
+        await self._close_broken()
+
     async def close_connections(self) -> None:
         """Close all connections, also those that an exception has lost, and those to the Sentinels."""
         sentinels = getattr(getattr(self.connection_pool, "sentinel_manager", None), "sentinels", ())
@@ -211,6 +221,7 @@ class _ClusterConnections:
         self._options = {name: each for name, each in self._slots.options.items() if name != "redis_connect_func"}
         self._nodes: dict[Address, _KeptConnections] = {}
         self._looking, self._looked_at = asyncio.Lock(), 0.0  # by `now()`: never
+        self._are_silent = False  # whether all nodes have timed out at the last look
         for address in self._slots.addresses():
             self._at(address)
 
@@ -230,8 +241,10 @@ class _ClusterConnections:
             except (exceptions.TryAgainError, exceptions.ClusterDownError) as error:
                 refusal = error
                 await asyncio.sleep(_REFUSAL_PAUSE)
-            except OF_ALL_CONNECTIONS:
+            except OF_ALL_CONNECTIONS as error:
                 await self._look(address, sent)
+                if self._are_silent:
+                    raise ServerTimeout(*error.args) from None
                 raise
         raise refusal
 
@@ -243,15 +256,24 @@ class _ClusterConnections:
         return self._nodes[address]
 
     async def _look(self, failed: Address, sent: float) -> None:
-        """Ask the nodes but ``failed``, until one replies, which node stores which slot; once for all commands."""
+        """Ask the nodes, ``failed`` last, until one replies, which node stores which slot; once for all commands."""
         async with self._looking:
             if self._looked_at > sent:
                 return
-            self._looked_at = now()
-            for address in {*self._nodes, *self._slots.addresses()} - {failed}:
-                with suppress(redis.RedisError):
-                    self._slots.learn(await self._at(address).send_raw(("CLUSTER", "SLOTS")), address)
-                    return
+            self._looked_at, self._are_silent, are_silent = now(), False, True
+            for address in sorted(self._slots.addresses(), key=failed.__eq__):
+                try:
+                    reply = await self._at(address).send_raw(("CLUSTER", "SLOTS"))
+                except redis.RedisError as error:
+                    # Another error may only say that the node has closed the kept connection.
+                    are_silent = are_silent and isinstance(error, redis.TimeoutError)
+                else:
+                    are_silent = False
+                    if self._slots.learn(reply, address):
+                        break
+            self._are_silent = are_silent
+            for address in self._nodes.keys() - self._slots.owners.values():
+                await self._nodes[address].close_idle()  # it may be asked nothing more
 
     async def close_connections(self) -> None:
         """Close all connections."""

@@ -128,7 +128,7 @@ class Slots:
         self._manager: Any = client.nodes_manager
         self.options: dict[str, Any] = self._manager.connection_kwargs
         self.connect: Any = self._manager.create_redis_node
-        known = self._manager.slots_cache.items()
+        known = {**self._manager.slots_cache}.items()  # a copy, because another thread may use the client
         self.owners: dict[Any, Any] = {slot: (owner.host, owner.port) for slot, (owner, *_) in known}
 
     def address_of(self, key: str | bytes) -> Address | None:
@@ -136,8 +136,12 @@ class Slots:
         return self.owners.get(self._client.keyslot(key))
 
     def addresses(self) -> set[Address]:
-        """The addresses of all known nodes; the user's client may have learnt of new ones."""
-        return {*self.owners.values(), *((each.host, each.port) for each in list(self._manager.nodes_cache.values()))}
+        """The addresses of all known nodes.
+
+        The user's client may have learnt of new ones. And the host names that it was given may lead to others by now.
+        """
+        nodes = *self._manager.nodes_cache.values(), *getattr(self._client, "startup_nodes", ())
+        return {*self.owners.values(), *((str(each.host), int(each.port)) for each in nodes)}
 
     def redirected(self, error: exceptions.AskError, by: Address) -> Address:
         """The address of the node that a redirection names: by MOVED the slot's new node, by ASK that which gets it."""
@@ -146,12 +150,17 @@ class Slots:
             self.owners[error.slot_id] = address
         return address
 
-    def learn(self, reply: Any, by: Address) -> None:
-        """Learn of the node of each slot from a node's reply to CLUSTER SLOTS."""
+    def learn(self, reply: Any, by: Address) -> bool:
+        """Learn of the node of each slot from a node's reply to CLUSTER SLOTS.
+
+        Returns:
+            Whether the node knows of any: one that has left the cluster knows none.
+        """
         ranges: dict[Any, Any] = cluster.parse_cluster_slots(reply, current_host=by[0])
         for (first_slot, last_slot), owners in ranges.items():
             address: Address = self._manager.remap_host_port(*owners["primary"])
             self.owners.update(dict.fromkeys(range(first_slot, last_slot + 1), address))
+        return bool(ranges)
 
 
 class ClusterNodes:
@@ -203,16 +212,16 @@ class ClusterNodes:
     def _refresh(self, but: Node | None = None) -> None:
         """Ask the node that has been reachable for the longest time, and is not ``but``, for the slots of all nodes.
 
-        If that node cannot be reached either, the next time is soon enough.
+        If it knows of none, the next is asked. If it cannot be reached either, the next time is soon enough.
         """
         for address in self._slots.addresses():
             self._at(address)
-        node = min((each for each in self._nodes.values() if each is not but), key=_by_reach, default=None)
-        if node is None or node.backs_off_until > now():
-            return
-        (reply,) = node.send_here([("CLUSTER SLOTS",)])
-        if not isinstance(reply, Exception):
-            self._slots.learn(reply, node.address)
+        for node in sorted((each for each in self._nodes.values() if each is not but), key=_by_reach):
+            if node.backs_off_until > now():
+                return
+            (reply,) = node.send_here([("CLUSTER SLOTS",)])
+            if isinstance(reply, Exception) or self._slots.learn(reply, node.address):
+                return
 
 
 class _ClusterNode(Node):

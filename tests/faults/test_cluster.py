@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import ssl
 import subprocess
 import sys
@@ -199,8 +200,8 @@ def test_a_cluster_that_speaks_tls_and_lacks_a_slot_behind_other_addresses(prefi
         assert not {"DELIFEQ", "DELEX"} & set(proxy.commands)  # redis-py may not know their slot
         with connect() as client:
             if hasattr(client, "startup_nodes"):
-                known = client.nodes_manager.nodes_cache
-                known[next(iter(known))] = SimpleNamespace(host="127.0.0.1", port=1)  # it has gone
+                gone, known = SimpleNamespace(host="127.0.0.1", port=1), client.nodes_manager
+                known.slots_cache, known.nodes_cache = {slot: [gone] for slot in range(16384)}, {"gone": gone}
             assert decorated_async(lambda: "done", redis=client)() == "done"
 
 
@@ -393,6 +394,9 @@ def test_a_node_that_may_have_been_replaced(said: Said, error: Exception) -> Non
         assert said.asked == [(one, "GET"), (one, "SET"), *((port, "CLUSTER SLOTS") for port in asked)]
     learnt = {**dict.fromkeys([3, 4, 5], ("127.0.0.1", 7)), 9: ("127.0.0.1", other)}
     assert said.theirs._slots.owners == {**owners, **learnt}
+    said.replies[7] = lambda _: []  # as of a node that has left the cluster
+    said.send(0, "SET")
+    assert said.asked[1:] == [(7, "CLUSTER SLOTS"), (third, "CLUSTER SLOTS")]
 
 
 def test_a_slot_that_nobody_is_known_to_have(said: Said) -> None:
@@ -566,15 +570,14 @@ def test_calls_of_an_event_loop_know_together_that_no_node_can_be_reached(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look takes as long as the time-outs of all nodes together: each would look for itself, one after the other."""
-    looks, kind = [], asyncio_client._KeptConnections
+    sent, kind = [], asyncio_client._KeptConnections
     send = kind.send_raw
 
-    async def counted(self: Any, command: Any, **options: Any) -> Any:
-        if command[0] == "CLUSTER":
-            looks.append(command)
+    async def noted(self: Any, command: Any, **options: Any) -> Any:
+        sent.append(command[0])
         return await send(self, command, **options)
 
-    monkeypatch.setattr(kind, "send_raw", counted)
+    monkeypatch.setattr(kind, "send_raw", noted)
     port = cluster.nodes[0].server.port
     with redis_py.RedisCluster("127.0.0.1", port, socket_timeout=0.3, socket_connect_timeout=0.3) as client:
         call = only_one(echo, key="{word}", redis=client, when_down=lambda _: "down")
@@ -584,10 +587,12 @@ def test_calls_of_an_event_loop_know_together_that_no_node_can_be_reached(
             for node in cluster.nodes:
                 node.server.pause()
             try:
-                await call("once")  # whose connections time out
-                looks.clear()
+                sent.clear()
+                assert await call("once") == "down"
+                assert sent == ["SET", *["CLUSTER"] * len(cluster.nodes)]
+                sent.clear()
                 assert await asyncio.gather(*(call(str(number)) for number in range(40))) == ["down"] * 40
-                assert len(looks) <= 2 * len(cluster.nodes)  # when each was sent, and when it was sent again
+                assert sent.count("CLUSTER") <= 2 * len(cluster.nodes)  # some may be sent while the others look
             finally:
                 for node in cluster.nodes:
                     node.server.resume()
@@ -598,14 +603,17 @@ def test_calls_of_an_event_loop_know_together_that_no_node_can_be_reached(
 # Replicas
 
 
-def test_a_replica_is_not_asked_until_it_takes_over(prefix: str) -> None:
+def test_a_replica_is_not_asked_until_it_takes_over(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may lag, so keys are read from masters only, whatever the user's client does.
 
     What the master had passed on is renewed at the new one, though nobody that is alive ever said MOVED. An event loop
-    that knew the old one finds the new one, too.
+    that knew the old one finds the new one, too, and asks past a node that has left the cluster and knows no slots.
     """
     told: list[object] = []
+    addresses = nodes.Slots.addresses
     with ExitStack() as stack, closing(asyncio.new_event_loop()) as loop:
+        left = "127.0.0.1", stack.enter_context(redis_server(*OPTIONS)).port
+        monkeypatch.setattr(nodes.Slots, "addresses", lambda self: [left, *addresses(self)])
         cluster = Cluster(stack)  # of the test's own
         stack.enter_context(cluster.connected())
         master = cluster.nodes[0]
@@ -639,5 +647,7 @@ def test_a_replica_is_not_asked_until_it_takes_over(prefix: str) -> None:
         assert (run.result, told) == ("done", [])
         assert eventually(lambda: not replica.client.exists(key))
         assert eventually(lambda: loop.run_until_complete(in_loop("next")) == "next")
+        clients, server = vars(loop)[f"only_one_clients_{os.getpid()}"], find_server(cluster.client)
+        assert not clients[server][0].client._at(("127.0.0.1", master.server.port))._all
         loop.run_until_complete(loop.shutdown_asyncgens())
         assert only_one(lambda: "next", key=name)() == "next"
