@@ -111,17 +111,27 @@ if sys.version_info < (3, 12):  # whose tracing shows every instruction
 
 @contextmanager
 def traced(trace: Trace) -> Iterator[None]:
-    """Have this thread traced; coverage, if it is at work, goes on after it.
-
-    No garbage is collected meanwhile: the lines in which an earlier call's coroutine ends are none of this call's.
-    """
+    """Have this thread traced; coverage, if it is at work, goes on after it."""
     before = sys.gettrace()
+    with garbage_left():
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+@contextmanager
+def garbage_left() -> Iterator[None]:
+    """Collect no garbage meanwhile.
+
+    The lines in which an earlier call's coroutine ends are none of this call's. And Python drops an exception that
+    comes while it collects.
+    """
     gc.disable()
-    sys.settrace(trace)
     try:
         yield
     finally:
-        sys.settrace(before)
         gc.enable()
 
 

@@ -28,7 +28,7 @@ from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
-from tests.interruptions import Interruption, handled, raised_after, raises, raises_at_first
+from tests.interruptions import Interruption, garbage_left, handled, raised_after, raises, raises_at_first
 from tests.lock.test_leases import RELEASES
 
 pytestmark = pytest.mark.usefixtures("prefix")
@@ -282,6 +282,6 @@ def test_what_another_thread_raises_while_a_reply_is_awaited_reaches_the_caller_
         held.let_go()
 
     threading.Thread(target=raise_there).start()
-    with kind.from_url(proxy.url) as client, pytest.raises(error):
+    with garbage_left(), kind.from_url(proxy.url) as client, pytest.raises(error):
         decorated(lambda: None, redis=client)()
     assert eventually(lambda: not redis.exists(key))
