@@ -129,7 +129,10 @@ class Slots:
         self.options: dict[str, Any] = self._manager.connection_kwargs
         self.connect: Any = self._manager.create_redis_node
         known = {**self._manager.slots_cache}.items()  # a copy, because another thread may use the client
-        self.owners: dict[Any, Any] = {slot: (owner.host, owner.port) for slot, (owner, *_) in known}
+        same: dict[Address, Address] = {}  # one tuple for all slots of a node, because each event loop has a table
+        self.owners: dict[Any, Any] = {
+            slot: same.setdefault(address := (owner.host, owner.port), address) for slot, (owner, *_) in known
+        }
 
     def address_of(self, key: str | bytes) -> Address | None:
         """The address of the node that stores ``key``, as far as is known."""

@@ -403,6 +403,7 @@ def test_a_slot_that_nobody_is_known_to_have(said: Said) -> None:
     """The node that could be reached for the longest time is asked, and will know."""
     for number, node in enumerate(said.names):
         node.backs_off_until = MOMENT - number
+    assert len({*map(id, said.theirs._slots.owners.values())}) == 3  # not a megabyte of tuples for each event loop
     said.theirs._slots.owners.clear()
     assert said.theirs.node_of("k") is said.names[2]
 
