@@ -292,7 +292,8 @@ def let_go(lease: Lease) -> None:
 
 def release_at_exit(pending: PendingRelease) -> None:
     """Release a key when the process exits, which it is about to do: no thread should be started any more."""
-    _renewer.pending_releases.add(pending)
+    # Not by `add`, which would forget the oldest: a worker may have received more tasks with an `eta` than its limit.
+    _renewer.pending_releases[pending.token] = pending
 
 
 def release_later(pending: PendingRelease) -> None:

@@ -122,7 +122,7 @@ def test_a_pending_release_that_is_added_while_another_of_its_token_is_sent_stay
 def test_of_too_many_pending_releases_the_oldest_is_forgotten(
     watch: Watch, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And multiprocessing is told once to send them at the end."""
+    """But not at the exit. And multiprocessing is told once to send them at the end."""
     util, server = Mock(), watch.server(redis_url)
     monkeypatch.setitem(sys.modules, "multiprocessing.util", util)
     active_tokens[b"0"] = None
@@ -133,6 +133,8 @@ def test_of_too_many_pending_releases_the_oldest_is_forgotten(
     assert next(iter(watch.renewer.pending_releases)) == b"1"
     assert b"0" not in active_tokens
     util.Finalize.assert_called_once_with(None, renewal.finish_pending_releases, exitpriority=0)
+    renewal.release_at_exit(PendingRelease(server, "k", b"at exit", MOMENT))
+    assert [*watch.renewer.pending_releases][::10_000] == [b"1", b"at exit"]
 
 
 @pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.0625] * 32)], ids=["up", "down"])
