@@ -21,7 +21,7 @@ from only_one.connections.server import Server
 from only_one.driver import TROUBLE, drive
 from only_one.events import warn_once
 from only_one.forks import in_each_child
-from only_one.holder import Holder, is_queued, task_id_of, work_held_by
+from only_one.holder import Holder, Work, is_queued, task_id_of, work_held_by
 from only_one.lock.commands import replace
 from only_one.lock.lease import Lease
 from only_one.lock.pending_releases import PendingRelease
@@ -33,7 +33,7 @@ from .broker import redelivers_at_any_time, remembered_for, waits_for
 from .delivery import Delivery
 from .redelivery import read_marker
 from .requeue import keep_content_type
-from .task_functions import decorations_of, key_of_arguments
+from .task_functions import TaskCaller, decorations_of, key_of_arguments
 
 
 class _WaitingLease(Lease):
@@ -50,15 +50,17 @@ class _WaitingLease(Lease):
 
     server: Server
 
-    def __init__(self, server: Server, key: str, queue_timeout: float, request: Any, delivery: Delivery) -> None:
-        """``delivery`` is that of the request."""
+    def __init__(self, server: Server, key: str, queue_timeout: float, request: Any, work: Work) -> None:
+        """``work`` is that of the request."""
         self.request, self.message = ref(request), request.message
-        self._waiting_value = partial(delivery.waiting_value, key, delivery.work)
+        # Not the delivery, which has the arguments: many tasks with an `eta` may wait here.
+        caller = TaskCaller(request.task)
+        self._waiting_value = partial(caller.waiting_value, key, work)
         self.may_wait = partial(waits_for, request.app, queue_timeout, request.expires, request.eta)
         most = self.may_wait()
         # A task that expires does not run afterwards. For any other the key is renewed however long the task waits.
         limit = most if request.expires else None
-        token = delivery.tokens(delivery.work, "received").token(limit)
+        token = caller.tokens(work, "received").token(limit)
         super().__init__(server, key, token, now(), min(DEFAULT_LEASE, most), inf if limit is None else limit)
 
     def end_of_wait(self) -> PendingRelease:
@@ -141,7 +143,7 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
     key = delivery.key if header.token or header.attempt else None
     if key is None:
         return
-    lease = _WaitingLease(server, key, options.queue_timeout, request, delivery)
+    lease = _WaitingLease(server, key, options.queue_timeout, request, work)
     seconds = min(DEFAULT_LEASE + waits_for(request.app, 0, None, request.eta), lease.may_wait())
     if seconds <= 0:  # it has expired
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -160,7 +161,10 @@ def test_a_key_is_not_renewed_once_its_task_has_ended(
     lease = worker.lease()
     assert lease.renew_at < lease.ends_at
     if is_forgotten:
+        task_id = worker.requests[-1].id
         worker.requests.pop().message.acknowledged = True
+        left = [each.id for each in gc.get_objects() if type(each) is Context]
+        assert task_id not in left, "its arguments are not kept"
     else:
         worker.requests[-1].acknowledged = True
     lease.lives_on(clock[0], LEASE)
