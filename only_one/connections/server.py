@@ -36,7 +36,7 @@ _ADVICE = {
     "(?i)authentica|username-password": "write the server's user and password: redis://user:password@host:6379/0",
     "local issuer|self.signed|No such file.*SSL": "name who signs its certificate: rediss://…?ssl_ca_certs=/path/ca.pem",
     "unknown command .(GET|SCAN|SELECT|SET)": "for a Sentinel, write redis=Sentinel([...]).master_for(...)",
-    "^MovedError|^ResponseError MOVED": "the server is a node of a cluster: write redis=redis.RedisCluster(...)",
+    "^(MovedError|ResponseError MOVED).*Connection": "for a cluster's node, write redis=redis.RedisCluster(...)",
     "WRONGTYPE": "another program stores something else at this key: write another key, or another prefix=",
     "DB index": "write the number of a database that the server has, such as redis://host:6379/0",
     "^RuntimeError": "nothing could renew the key: write timeout= without lease=, or call before the main thread ends",

@@ -211,6 +211,23 @@ def test_the_url_of_one_node_is_told_with_what_to_write(cluster: Cluster, names:
         only_one(lambda: "done", key=names[1], redis=url)()
 
 
+@both
+def test_nodes_of_which_each_says_that_the_other_has_a_slot(
+    cluster: Cluster, names: list[str], prefix: str, decorate: Decorate
+) -> None:
+    """They are asked some times only, and the user, who has given a cluster, is not told to give one."""
+    one, other, _ = cluster.nodes
+    slot = key_slot(f"{prefix}{names[0]}".encode())
+    try:
+        for node, named in ((one, other), (other, one)):
+            node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", named.id)
+        with pytest.raises(LockUnavailable, match=r"of the cluster: [^(]*$"):
+            decorate(lambda: "done", key=names[0])()
+    finally:
+        for node in cluster.nodes:
+            node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", one.id)
+
+
 LOOKS_FOR_SLOTS = """
 import os, signal, sys
 from concurrent.futures import ThreadPoolExecutor
