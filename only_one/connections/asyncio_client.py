@@ -35,7 +35,8 @@ To open many more at once takes longer than a connection may take.
 _MOST_REFUSALS = 16
 """How often a cluster may redirect a command, or refuse it because its slot is moving or has no node."""
 
-_REFUSAL_PAUSE = 0.05
+_REFUSAL_PAUSE = 0.02
+"""Seconds by which the pauses grow: more than two in all, for which a node that was restarted says CLUSTERDOWN."""
 
 
 class AsyncClient:
@@ -230,7 +231,7 @@ class _ClusterConnections:
         key: Any = command[3] if command[0] == "EVAL" else command[1]
         address, is_asking = self._slots.address_of(key) or next(iter(self._nodes)), False
         refusal = redis.ResponseError()
-        for _ in range(_MOST_REFUSALS):
+        for number in range(_MOST_REFUSALS):
             sent = now()
             try:
                 return await self._at(address).send_raw(command, is_asking=is_asking)
@@ -240,7 +241,7 @@ class _ClusterConnections:
                 is_asking = not isinstance(error, exceptions.MovedError)
             except (exceptions.TryAgainError, exceptions.ClusterDownError) as error:
                 refusal = error
-                await asyncio.sleep(_REFUSAL_PAUSE)
+                await asyncio.sleep(_REFUSAL_PAUSE * number)
             except OF_ALL_CONNECTIONS as error:
                 await self._look(address, sent)
                 if self._are_silent:

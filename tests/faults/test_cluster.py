@@ -331,6 +331,27 @@ def test_connections_of_an_event_loop_that_all_nodes_have_closed_cost_nothing(cl
     asyncio.run(main())
 
 
+def test_an_event_loop_waits_for_a_node_that_was_restarted(
+    cluster: Cluster, names: list[str], prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses all commands for two seconds, as redis-py's clients know, too; so does one that has lost the slot."""
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    node, slot = cluster.nodes[0], key_slot(f"{prefix}{names[0]}".encode())
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    node.client.execute_command("CLUSTER DELSLOTS", slot)
+    try:
+        with pytest.raises(LockUnavailable, match="not served"):
+            decorated_async(lambda: "done", key=names[0])()
+    finally:
+        node.client.execute_command("CLUSTER ADDSLOTS", slot)
+    assert 2 < sum(pauses) < 3
+    assert decorated_async(lambda: "done", key=names[0])() == "done"
+
+
 # What the thread that renews knows of the slots
 
 
