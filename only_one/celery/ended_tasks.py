@@ -1,5 +1,6 @@
 """Ended tasks: the keys of tasks that were killed, revoked or never begun, and the note that a result is stored."""
 
+import atexit
 import sys
 from contextlib import suppress
 from typing import Any
@@ -144,3 +145,6 @@ signals.task_postrun.connect(_on_end)
 signals.task_postrun.connect(_on_end, dispatch_uid="only_one: once more")
 # In a child of the pool, Python does not call the functions that are registered with `atexit`.
 signals.worker_process_shutdown.connect(lambda **_: finish_pending_releases(), weak=False)
+# The last one that is registered is called first. When SIGHUP restarts a worker, Celery has registered a function that
+# becomes the new worker, and never returns.
+signals.worker_shutdown.connect(lambda **_: atexit.register(finish_pending_releases), weak=False)
