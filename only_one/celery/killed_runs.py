@@ -59,6 +59,7 @@ def _watch_run(task: Any, decoration: Decoration, arguments: tuple[Any, Any] | N
         return
     key = delivery.key_in_message(options.prefix, *arguments) if arguments else None
     if key is None:
+        # A cluster is asked here which nodes it has, with short time-outs; the thread searches them.
         for node in options.server.nodes.all():
             release_later(_SearchOfNode(node, options.prefix, delivery, options))
     else:

@@ -116,7 +116,7 @@ class PendingReleases(dict[bytes, PendingRelease]):
         return undone
 
     def finish(self) -> None:
-        """At the end of the process, release the keys that could not be released at the end of a run."""
+        """At the end of the process, send the releases that are pending, for two seconds at most."""
         limit = now() + 2  # seconds for which the process waits at most
         left = list(self.values())
         while left and now() < limit:

@@ -261,7 +261,7 @@ in_each_child(lambda: _Renewer.__init__(_renewer))
 
 
 def finish_pending_releases() -> None:
-    """At the end of the process, release the keys that could not be released at the end of a run."""
+    """At the end of the process, send the releases that are pending."""
     _renewer.pending_releases.finish()
 
 
@@ -297,7 +297,7 @@ def release_at_exit(pending: PendingRelease) -> None:
 
 
 def release_later(pending: PendingRelease) -> None:
-    """Release a key in the background, repeatedly: its acquire is unconfirmed, or its release has failed."""
+    """Release a key in the background, repeatedly: its acquire is unconfirmed, or the server may be away."""
     util = sys.modules.get("multiprocessing.util")
     if util is not None and not _renewer.is_finished_by_multiprocessing:
         _renewer.is_finished_by_multiprocessing = True
