@@ -111,7 +111,8 @@ class MessageChecker:
         - Both commands of a ``delay()`` were sent twice.
         - The task's message was lost.
         - The task's worker had acknowledged the message, and was killed; and when the worker received the message,
-          another run had the key, such as that of the previous attempt.
+          another run had the key, such as that of the previous attempt, or the task's own ``apply_async`` had given the
+          task another id.
         - A version in which the task is not unique has ended the task, and its message names no key; or has ended it at
           its hard limit; or was killed.
         - The task has ended without its key while the server was away, and its process has ended before it could
@@ -127,6 +128,7 @@ class MessageChecker:
         others = [(run, at) for run in self.history.runs for work, at in came.items() if run.work != work]
         late = _ONE_COMMAND + self.history.latest  # its worker's command
         is_killed = any(run.began - late <= at <= (run.ended or inf) + _ONE_COMMAND for run, at in others)
+        is_killed |= was_dropped and "own id" in {each.how for each in tasks}
         is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
         runs = [run for each in tasks for run in each.runs if b'"attempt":%d,' % run.work.attempt in value]
         has_had_its_key = runs and self.plan.when_down != "carry_on"
