@@ -152,6 +152,9 @@ def is_interrupted_after(seconds: float, call: Callable[[], object]) -> bool:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         call()
         signal.setitimer(signal.ITIMER_REAL, 0)
+        # Call the handler now if the alarm came last. Else, while other threads run, Python may call it after this
+        # function. Signal 0 sends nothing, and has Python look for signals that have come.
+        signal.pthread_kill(threading.get_ident(), 0)
     except Interruption:
         return True
     return False
