@@ -22,7 +22,8 @@ from only_one.forks import renew_locks_in_children
 from only_one.option_values import check_callable
 from only_one.threads import start_native_thread
 
-from .asyncio_client import NO_LIMIT, AsyncClient, make_async_client
+from .asyncio_client import AsyncClient, make_async_client
+from .asyncio_connections import NO_LIMIT
 from .connection_pool import PinnedClient, guarded
 from .nodes import ClusterNodes, Node, nodes_of
 from .server_features import Features

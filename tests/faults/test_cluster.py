@@ -22,7 +22,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError, RedisError
 
 from only_one import LockUnavailable, configure, only_one
-from only_one.connections import asyncio_client, nodes
+from only_one.connections import asyncio_connections, nodes
 from only_one.connections.connection_pool import guarded
 from only_one.connections.server import find_server
 from only_one.driver import RAW
@@ -609,7 +609,7 @@ def test_calls_of_an_event_loop_know_together_that_no_node_can_be_reached(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look takes as long as the time-outs of all nodes together: each would look for itself, one after the other."""
-    sent, kind = [], asyncio_client._KeptConnections
+    sent, kind = [], asyncio_connections.KeptConnections
     send = kind.send_raw
 
     async def noted(self: Any, command: Any, **options: Any) -> Any:

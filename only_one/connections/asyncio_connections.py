@@ -1,0 +1,225 @@
+"""The connections of an event loop: kept between commands, to one server, a master behind Sentinels, or a cluster."""
+
+import asyncio
+import copy
+from typing import Any
+
+import redis
+from redis import backoff, exceptions
+from redis.asyncio import ConnectionPool, Redis, cluster, connection, retry, sentinel
+
+from only_one.clock import now
+from only_one.driver import Command, ServerTimeout
+from only_one.errors import ConfigurationError
+from only_one.signatures import signature
+
+from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed
+from .nodes import Address, Slots
+from .timeouts import NO_NOTICES
+
+_PARSER = {"parser_class": parser} if (parser := getattr(cluster, "ClusterParser", None)) else {}
+"""redis-py 5 has another parser for a cluster's errors. Without a cluster there are none."""
+
+_sentinel: Any = sentinel  # a module without types
+
+NO_LIMIT = 2**31
+"""The number of connections of a pool that makes as many as its commands ask for."""
+
+_MOST_REFUSALS = 16
+"""How often a cluster may redirect a command, or refuse it because its slot is moving or has no node."""
+
+_REFUSAL_PAUSE = 0.02
+"""Seconds by which the pauses grow: more than two in all, for which a node that was restarted says CLUSTERDOWN."""
+
+
+class KeptConnections:
+    """Sends each command on a connection that it keeps, and not through redis-py's asyncio client and pool.
+
+    These cost as much as the command itself. If the server has closed a kept connection, the command fails, and the
+    driver sends it again.
+
+    Attributes:
+        connection_pool: makes the connections, and does not hold them.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        """Connect by the options of ``pool``, a sync one."""
+        self.connection_pool = _async_pool(pool)
+        self._read_timeout: float | None = self.connection_pool.make_connection().socket_timeout  # not connected
+        self._idle: list[Any] = []
+        self._broken: list[Any] = []
+        self._all: set[Any] = set()  # a connection that an exception between two lines has lost is in this set only
+
+    async def send_raw(self, command: Command, *, is_asking: bool = False) -> Any:
+        """Send a command, and return its reply as bytes; ``is_asking`` says that the server was named by an ASK."""
+        await self._close_broken()
+        connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
+        self._all.add(connection)
+        reply: Any = None
+        try:
+            if not connection.is_connected:
+                await connection.connect()  # sending does not connect a Sentinel's connection
+            # The answer to ASKING is read first, because a refusal of it would leave another reply yet to come.
+            # No time limit for the sending, for which redis-py would start a task: one short command does not wait.
+            # And no check of the connection, which would then wait without a limit: a broken one fails anyhow.
+            for each in (("ASKING",), command) if is_asking else (command,):
+                connection.socket_timeout = None
+                await connection.send_packed_command((packed(each),), check_health=False)
+                connection.socket_timeout = self._read_timeout
+                reply = await connection.read_response(disable_decoding=True)
+        except BaseException as error:
+            if leaves_usable(error):
+                self._idle.append(connection)
+            else:
+                self._broken.append(connection)
+            if isinstance(error, OF_ALL_CONNECTIONS):
+                self._broken += self._idle
+                self._idle = []
+            raise
+        self._idle.append(connection)
+        return reply
+
+    async def _close_broken(self) -> None:
+        while self._broken:
+            broken = self._broken.pop()
+            self._all.discard(broken)
+            await broken.disconnect(nowait=True)
+
+    async def close_idle(self) -> None:
+        """Close the connections that no command uses."""
+        self._broken += self._idle
+        self._idle = []
+        await self._close_broken()
+
+    async def close_connections(self) -> None:
+        """Close all connections, also those that an exception has lost, and those to the Sentinels."""
+        sentinels = getattr(getattr(self.connection_pool, "sentinel_manager", None), "sentinels", ())
+        closing = [each.disconnect() for each in self._all] + [each.aclose() for each in sentinels]
+        await asyncio.gather(*closing, return_exceptions=True)
+
+
+class ClusterConnections:
+    """Sends each command to the node that stores its key, and on to the node to which that one redirects it.
+
+    All nodes are asked by kept connections, and not through redis-py's asyncio client of a cluster.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._slots = Slots(client)
+        # Without redis-py's function, which has replicas answer.
+        self._options = {name: each for name, each in self._slots.options.items() if name != "redis_connect_func"}
+        self._nodes: dict[Address, KeptConnections] = {}
+        self._looking, self._looked_at = asyncio.Lock(), 0.0  # by `now()`: never
+        self._are_silent = False  # whether all nodes have timed out at the last look
+        for address in self._slots.addresses():
+            self._at(address)
+
+    async def send_raw(self, command: Command) -> Any:
+        """Send a command, and return its reply as bytes. It is sent again only if the cluster has refused it."""
+        key: Any = command[3] if command[0] == "EVAL" else command[1]
+        address, is_asking = self._slots.address_of(key) or next(iter(self._nodes)), False
+        refusal = redis.ResponseError()
+        for number in range(_MOST_REFUSALS):
+            sent = now()
+            try:
+                return await self._at(address).send_raw(command, is_asking=is_asking)
+            except exceptions.AskError as error:  # the base class of MovedError
+                refusal = error
+                address = self._slots.redirected(error, address)
+                is_asking = not isinstance(error, exceptions.MovedError)
+            except (exceptions.TryAgainError, exceptions.ClusterDownError) as error:
+                refusal = error
+                await asyncio.sleep(_REFUSAL_PAUSE * number)
+            except OF_ALL_CONNECTIONS as error:
+                await self._look(address, sent)
+                if self._are_silent:
+                    raise ServerTimeout(*error.args) from None
+                raise
+        raise refusal
+
+    def _at(self, address: Address) -> KeptConnections:
+        """The connections to the node at an address."""
+        if address not in self._nodes:
+            pool = self._slots.connect(*address, **self._options).connection_pool
+            self._nodes[address] = KeptConnections(pool)
+        return self._nodes[address]
+
+    async def _look(self, failed: Address, sent: float) -> None:
+        """Ask the nodes, ``failed`` last, until one replies, which node stores which slot; once for all commands."""
+        async with self._looking:
+            if self._looked_at > sent:
+                return
+            self._looked_at, self._are_silent, are_silent = now(), False, True
+            for address in sorted(self._slots.addresses(), key=failed.__eq__):
+                try:
+                    reply = await self._at(address).send_raw(("CLUSTER", "SLOTS"))
+                except redis.RedisError as error:
+                    # Another error may only say that the node has closed the kept connection.
+                    are_silent = are_silent and isinstance(error, redis.TimeoutError)
+                else:
+                    are_silent = False
+                    if self._slots.learn(reply, address):
+                        break
+            self._are_silent = are_silent
+            for address in self._nodes.keys() - self._slots.owners.values():
+                await self._nodes[address].close_idle()  # it may be asked nothing more
+
+    async def close_connections(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*(each.close_connections() for each in self._nodes.values()))
+
+
+def _async_pool(pool: Any) -> Any:
+    """The asyncio pool with the options of a sync one.
+
+    Raises:
+        ConfigurationError: if redis-py has no asyncio class for the way in which the pool connects.
+    """
+    name = pool.connection_class.__name__
+    kind = getattr(connection, name, None) or getattr(_sentinel, name, None)
+    # A function of the user's that connects cannot be left out: it may choose the database.
+    connects_by = pool.connection_kwargs.get("redis_connect_func") or pool.connection_class
+    if kind is None or connects_by is not pool.connection_class:
+        msg = f"no asyncio client can be made from one that connects by {connects_by!r}: give redis= as a URL"
+        raise ConfigurationError(msg)
+    known = {name for base in kind.__mro__ for name in signature(base).parameters}
+    known.discard("parser_class")  # another class for asyncio
+    options = {**_options(pool.connection_kwargs, known), **_PARSER}
+    options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
+    if not isinstance(pool, redis.SentinelConnectionPool):
+        return ConnectionPool(**options)
+    sentinels = [Redis.from_pool(_async_pool(each.connection_pool)) for each in pool.sentinel_manager.sentinels]
+    manager: Any = object.__new__(_Sentinels)
+    # By attributes and not by parameters, which depend on the version of redis-py.
+    manager.__dict__ = {**vars(pool.sentinel_manager), "sentinels": sentinels}
+    return _sentinel.SentinelConnectionPool(pool.service_name, manager, **options)
+
+
+def _options(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """The options of ``given`` that an asyncio class knows.
+
+    Raises:
+        ConfigurationError: for an option about TLS that it does not know. Without it, the asyncio client could trust a
+            server that the sync client does not trust, or OpenSSL would ask for a password in the terminal.
+    """
+    if missing := [name for name, value in given.items() if name.startswith("ssl_") and value and name not in known]:
+        msg = f"redis-py has no asyncio client with {' and '.join(missing)}: give redis= without"
+        raise ConfigurationError(msg)
+    return {name: value for name, value in {**given, **NO_NOTICES}.items() if name in known}
+
+
+class _Sentinels(sentinel.Sentinel):
+    """Sentinels that several commands can ask at once.
+
+    Each command asks a copy, because redis-py swaps two Sentinels in the list while it goes through it: of two swaps at
+    once, one would lose a Sentinel for good.
+    """
+
+    sentinels: Any
+
+    async def discover_master(self, service_name: str) -> Any:
+        asked = copy.copy(self)
+        asked.sentinels = [*self.sentinels]
+        address = await super(_Sentinels, asked).discover_master(service_name)
+        self.sentinels = asked.sentinels
+        return address
