@@ -215,6 +215,7 @@ def test_a_list_of_calls_fails_if_other_tasks_would_receive_none(queue: Queue, k
     """So does a task, see ``tests/live/test_canvas.py``."""
     task = a_task(queue.app, holds)
     after = task.s()
+    after.freeze()  # as Celery does before it sends a chain
     answer = task.map(["x"]).apply_async(**{later: [after] if later == "chain" else after})
     keys["k"] = "somebody else"
     queue.deliver()
