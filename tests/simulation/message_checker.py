@@ -407,8 +407,9 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         returned = sum(end.startswith("'") for end in own)
         is_counted_right = returned == 1 and history.beside[trigger.name] == ["'other'"]
         # Celery stores a rejection as a failure, too, though a dead letter may come back and its run succeed;
-        # also what on_retry raises, and what came of a busy key before.
-        has_failed_before = not {"ValueError", "Reject"}.isdisjoint(own)
+        # also what on_retry raises, an Ignore as well, and what came of a busy key before.
+        as_failures = {"ValueError", "Reject", *(["Ignore"] if trigger.in_hook[0] == "on_retry" else [])}
+        has_failed_before = not as_failures.isdisjoint(own)
         has_failed_before |= any(each.trigger is trigger for each in history.not_run)
         is_failed_chord = "ValueError" in ends or has_failed_before or not is_counted_right
         has_failed |= trigger.how == "chord" and is_failed_chord
