@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from redis import RedisCluster
+from redis.exceptions import AskError
 
 from . import settings
+from .connections.nodes import ClusterNodes, Node
 from .connections.server import Server, Source, find_server
 from .connections.server_features import is_of_another_type
 from .decorator import configured_by_app, is_task
-from .driver import RAW, raw_sender
+from .driver import raw_sender
 from .errors import ConfigurationError
 from .forks import see_fork
 from .holder import Holder
@@ -70,7 +71,7 @@ def held(match: str = "*", *, redis: Source | None = None, app: Any = None) -> I
     """
     server, prefix = _configured(redis, app)
     pattern = "".join(f"\\{each}" for each in prefix) + match  # the prefix has no wildcards
-    return _scan(server.client, pattern)
+    return _scan(server, pattern)
 
 
 def held_key(key: str, *, redis: Source | None = None, app: Any = None) -> Held | None:
@@ -92,7 +93,10 @@ def held_key(key: str, *, redis: Source | None = None, app: Any = None) -> Held 
     """
     server, prefix = _configured(redis, app)
     names = [prefix + key, key] if key.startswith(prefix) else [prefix + key]
-    return next(_read(server.client, [name.encode(errors="surrogateescape") for name in names]), None)
+    nodes = _nodes_of(server)
+    nodes.all()  # a cluster's slots may have moved
+    encoded = [name.encode(errors="surrogateescape") for name in names]
+    return next((each for name in encoded for each in _read(server, nodes.node_of(name), [name])), None)
 
 
 def key_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
@@ -201,31 +205,27 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return options.server, options.prefix + key
 
 
-def _scan(client: Any, pattern: str) -> Iterator[Held]:
-    if isinstance(client, RedisCluster):
-        _learn_new_nodes(client)
-    scanned = client.scan_iter(match=pattern, count=_AT_ONCE, NEVER_DECODE=True)
+def _nodes_of(server: Server) -> ClusterNodes | Node:
+    """The nodes that store the keys, asked with the time-outs of the user's client."""
+    return server.client if isinstance(server.client, ClusterNodes) else Node(server.client)
+
+
+def _scan(server: Server, pattern: str) -> Iterator[Held]:
     seen: set[bytes] = set()  # SCAN may show a key more than once
-    while batch := set(islice(scanned, _AT_ONCE)):
-        yield from _read(client, list(batch - seen))
-        seen |= batch
+    for node in _nodes_of(server).all():
+        scanned = node.client.scan_iter(match=pattern, count=_AT_ONCE, NEVER_DECODE=True)
+        while batch := set(islice(scanned, _AT_ONCE)):
+            yield from _read(server, node, list(batch - seen))
+            seen |= batch
 
 
-def _learn_new_nodes(client: Any) -> None:
-    """Have a cluster's client ask for the slots anew if a node was added. Else it would learn of it only by MOVED."""
-    manager, ranges = client.nodes_manager, client.cluster_slots().values()
-    addresses = [manager.remap_host_port(*each["primary"]) for each in ranges if each["primary"][0]]
-    if not all(client.get_node(*each) for each in addresses):
-        manager.initialize()
-
-
-def _read(client: Any, keys: list[bytes]) -> Iterator[Held]:
-    """The values that are stored at keys, in one trip for all of them."""
-    pipeline = client.pipeline(transaction=False)
-    for key in keys:
-        pipeline.execute_command("GET", key, **RAW)
-        pipeline.pttl(key)
-    replies = pipeline.execute(raise_on_error=False)
+def _read(server: Server, node: Node, keys: list[bytes]) -> Iterator[Held]:
+    """The values that are stored at keys of one node, in one trip for all of them."""
+    commands = [(name, key) for key in keys for name in ("GET", "PTTL")]
+    replies = node.send(commands, pause=0.0)
+    for number, reply in enumerate(replies):
+        if isinstance(reply, AskError):  # the base class of MovedError: the slot is moving
+            replies[number] = raw_sender(server.client)(commands[number])
     for key, stored, milliseconds in zip(keys, replies[::2], replies[1::2], strict=True):
         value: Any = b"" if is_of_another_type(stored) else stored
         for reply in (value, milliseconds):

@@ -10,6 +10,7 @@ from only_one.clock import now
 from only_one.driver import Command, ServerTimeout
 
 from .asyncio_connections import NO_LIMIT, ClusterConnections, KeptConnections
+from .slots import Slots
 
 _MOST_CONNECTIONS = 32
 """The most connections of one client: each event loop has a client for each server.
@@ -128,13 +129,13 @@ def make_async_client(client: Any) -> AsyncClient:
     """Make the asyncio client of the server of a sync one.
 
     Args:
-        client: a sync client of redis-py: of one server, of a master behind Sentinels, or of a cluster.
+        client: a sync client of redis-py, of one server or of a master behind Sentinels; or the slots of a cluster.
 
     Raises:
         ConfigurationError: if redis-py has no asyncio class for the way in which the client connects.
     """
-    if isinstance(client, redis.RedisCluster):
-        most = client.nodes_manager.connection_kwargs.get("max_connections") or NO_LIMIT
+    if isinstance(client, Slots):
+        most = client.options.get("max_connections") or NO_LIMIT
         return AsyncClient(lambda: ClusterConnections(client), most)
     pool = client.connection_pool
     return AsyncClient(lambda: KeptConnections(pool), pool.max_connections)

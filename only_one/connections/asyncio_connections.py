@@ -5,16 +5,16 @@ import copy
 from typing import Any
 
 import redis
-from redis import backoff, exceptions
+from redis import backoff
 from redis.asyncio import ConnectionPool, Redis, cluster, connection, retry, sentinel
 
 from only_one.clock import now
-from only_one.driver import Command, ServerTimeout
+from only_one.driver import Command, ServerTimeout, drive_async
 from only_one.errors import ConfigurationError
 from only_one.signatures import signature
 
 from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed
-from .nodes import Address, Slots
+from .slots import Address, Sender, Slots, Trip
 from .timeouts import NO_NOTICES
 
 _PARSER = {"parser_class": parser} if (parser := getattr(cluster, "ClusterParser", None)) else {}
@@ -24,12 +24,6 @@ _sentinel: Any = sentinel  # a module without types
 
 NO_LIMIT = 2**31
 """The number of connections of a pool that makes as many as its commands ask for."""
-
-_MOST_REFUSALS = 16
-"""How often a cluster may redirect a command, or refuse it because its slot is moving or has no node."""
-
-_REFUSAL_PAUSE = 0.02
-"""Seconds by which the pauses grow: more than two in all, for which a node that was restarted says CLUSTERDOWN."""
 
 
 class KeptConnections:
@@ -75,6 +69,8 @@ class KeptConnections:
             if isinstance(error, OF_ALL_CONNECTIONS):
                 self._broken += self._idle
                 self._idle = []
+            if isinstance(error.__context__, GeneratorExit):  # in its place redis-py raises that no loop is running
+                raise error.__context__ from None
             raise
         self._idle.append(connection)
         return reply
@@ -104,65 +100,34 @@ class ClusterConnections:
     All nodes are asked by kept connections, and not through redis-py's asyncio client of a cluster.
     """
 
-    def __init__(self, client: Any) -> None:
-        self._slots = Slots(client)
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
         # Without redis-py's function, which has replicas answer.
-        self._options = {name: each for name, each in self._slots.options.items() if name != "redis_connect_func"}
+        self._options = {name: each for name, each in slots.options.items() if name != "redis_connect_func"}
         self._nodes: dict[Address, KeptConnections] = {}
-        self._looking, self._looked_at = asyncio.Lock(), 0.0  # by `now()`: never
-        self._are_silent = False  # whether all nodes have timed out at the last look
-        for address in self._slots.addresses():
-            self._at(address)
+        self._looking = asyncio.Lock()
 
     async def send_raw(self, command: Command) -> Any:
         """Send a command, and return its reply as bytes. It is sent again only if the cluster has refused it."""
-        key: Any = command[3] if command[0] == "EVAL" else command[1]
-        address, is_asking = self._slots.address_of(key) or next(iter(self._nodes)), False
-        refusal = redis.ResponseError()
-        for number in range(_MOST_REFUSALS):
-            sent = now()
-            try:
-                return await self._at(address).send_raw(command, is_asking=is_asking)
-            except exceptions.AskError as error:  # the base class of MovedError
-                refusal = error
-                address = self._slots.redirected(error, address)
-                is_asking = not isinstance(error, exceptions.MovedError)
-            except (exceptions.TryAgainError, exceptions.ClusterDownError) as error:
-                refusal = error
-                await asyncio.sleep(_REFUSAL_PAUSE * number)
-            except OF_ALL_CONNECTIONS as error:
-                await self._look(address, sent)
-                if self._are_silent:
-                    raise ServerTimeout(*error.args) from None
-                raise
-        raise refusal
+        sender, began = Sender(self._make_trip), now()
+        try:
+            return await drive_async(sender, self._slots.route(command))
+        except OF_ALL_CONNECTIONS as error:
+            async with self._looking:  # one look for all commands
+                are_silent = await drive_async(sender, self._slots.look(began))
+            if are_silent:
+                raise ServerTimeout(*error.args) from None
+            raise
 
-    def _at(self, address: Address) -> KeptConnections:
-        """The connections to the node at an address."""
-        if address not in self._nodes:
-            pool = self._slots.connect(*address, **self._options).connection_pool
-            self._nodes[address] = KeptConnections(pool)
-        return self._nodes[address]
-
-    async def _look(self, failed: Address, sent: float) -> None:
-        """Ask the nodes, ``failed`` last, until one replies, which node stores which slot; once for all commands."""
-        async with self._looking:
-            if self._looked_at > sent:
-                return
-            self._looked_at, self._are_silent, are_silent = now(), False, True
-            for address in sorted(self._slots.addresses(), key=failed.__eq__):
-                try:
-                    reply = await self._at(address).send_raw(("CLUSTER", "SLOTS"))
-                except redis.RedisError as error:
-                    # Another error may only say that the node has closed the kept connection.
-                    are_silent = are_silent and isinstance(error, redis.TimeoutError)
-                else:
-                    are_silent = False
-                    if self._slots.learn(reply, address):
-                        break
-            self._are_silent = are_silent
+    async def _make_trip(self, trip: Trip) -> Any:
+        if trip.pause:
+            await asyncio.sleep(trip.pause)
+        if trip.address not in self._nodes:
             for address in self._nodes.keys() - self._slots.owners.values():
-                await self._nodes[address].close_idle()  # it may be asked nothing more
+                await self._nodes[address].close_idle()  # it may have been replaced
+            pool = self._slots.connect(*trip.address, **self._options).connection_pool
+            self._nodes[trip.address] = KeptConnections(pool)
+        return await self._nodes[trip.address].send_raw(trip.command, is_asking=trip.is_asking)
 
     async def close_connections(self) -> None:
         """Close all connections."""

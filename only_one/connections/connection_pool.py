@@ -20,7 +20,6 @@ from typing import Any
 from weakref import WeakSet, finalize
 
 import redis
-from redis.cluster import ClusterNode
 
 from only_one.driver import RAW, Command, as_trouble, is_of_signal_handler, note_unanswered, raised_by_signal_handler
 from only_one.forks import in_each_child
@@ -249,8 +248,6 @@ def guarded(client: Any) -> Any:
         client: a sync client of redis-py, or an object that forwards to one, as Flask-Redis's, of which only the pool
             is used. A client without a pool is returned as it is.
     """
-    if isinstance(client, redis.RedisCluster):  # each of its nodes has a pool
-        return _alias(client, _GuardedCluster)
     if not hasattr(client, "connection_pool"):
         return client
     pool = client.connection_pool
@@ -277,7 +274,9 @@ def guarded_pool(pool: Any) -> Any:
         if "only_one_own" not in attributes:
             attributes.setdefault("only_one_own", _another_like(pool, waits=waits))  # another thread may be first
         pool = attributes["only_one_own"]
-    return _alias(pool, _GuardedPool)
+    guard: Any = object.__new__(_guarded_kind(pool.__class__))
+    guard.__dict__ = vars(pool)
+    return guard
 
 
 def _another_like(pool: Any, *, waits: bool) -> Any:
@@ -292,69 +291,9 @@ def _another_like(pool: Any, *, waits: bool) -> Any:
     return another
 
 
-def _alias(original: Any, guard: Any) -> Any:
-    """An object with the attributes of ``original``, shared with it, and the methods of ``guard`` before its own."""
-    alias: Any = object.__new__(_guarded_kind(guard, original.__class__))
-    alias.__dict__ = vars(original)
-    return alias
-
-
 @cache
-def _guarded_kind(guard: Any, kind: Any) -> Any:
-    return type(kind.__name__, (guard, kind), {"__module__": kind.__module__})
-
-
-class _GuardedCluster:
-    """The methods in which a guarded cluster's client differs from its class."""
-
-    nodes_manager = property(lambda self: _alias(vars(self)["nodes_manager"], _GuardedNodes))
-
-    def get_node(self, *address: Any, node_name: str = "") -> Any:
-        """A node. One that an ASK names may have no slot yet; it is remembered, or each command would connect anew."""
-        nodes: Any = self.nodes_manager
-        kind: Any = ClusterNode
-        if not node_name:
-            return nodes.get_node(*address)
-        host, _, port = node_name.rpartition(":")
-        return nodes.nodes_cache.setdefault(node_name, kind(host, int(port)))
-
-    def get_redis_connection(self, node: Any) -> Any:
-        return guarded(super().get_redis_connection(node))  # type: ignore[misc]
-
-    def pipeline(self, **_options: Any) -> Any:
-        """A guarded pipeline that reads from masters only. No option is passed on, so that it is no transaction."""
-        made: Any = super().pipeline()  # type: ignore[misc]
-        made.get_node, made.get_redis_connection = self.get_node, self.get_redis_connection
-        made.read_from_replicas, made.load_balancing_strategy = False, None
-        return made
-
-    def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command. One that reads goes through a pipeline, which asks masters only: a replica may lag.
-
-        redis-py chooses the node of a single command by functions of the original, whose options may allow replicas.
-        """
-        if args[0] not in ("GET", "PTTL"):
-            return super().execute_command(*args, **options)  # type: ignore[misc]
-        alone = self.pipeline()
-        alone.execute_command(*args, **options)
-        return alone.execute()[0]
-
-    def close(self) -> None:
-        """Close nothing: the connections are the original's."""
-
-
-class _GuardedNodes:
-    """The method in which a guarded cluster's table of nodes differs from its class."""
-
-    def initialize(self: Any, *args: Any, **options: Any) -> None:
-        try:
-            super().initialize(*args, **options)  # type: ignore[misc]
-        finally:
-            # redis-py suppresses an exception that a signal handler raises in it, and keeps the connection, on which a
-            # reply may be yet to come.
-            for node in list(self.startup_nodes.values()):
-                if node.redis_connection is not None:
-                    node.redis_connection.connection_pool.disconnect(inuse_connections=False)
+def _guarded_kind(kind: Any) -> Any:
+    return type(kind.__name__, (_GuardedPool, kind), {"__module__": kind.__module__})
 
 
 class _GuardedPool:

@@ -1,20 +1,21 @@
-"""The servers as the renewing thread asks them: one server, a master behind Sentinels, and the nodes of a cluster."""
+"""The servers as the renewing thread asks them: one server, a master behind Sentinels, the nodes of a cluster."""
 
 import copy
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import redis
-from redis import cluster, exceptions
+from redis import exceptions
 
 from only_one.clock import now
-from only_one.driver import RAW, TROUBLE, Command
+from only_one.driver import RAW, TROUBLE, Command, ServerTimeout, drive, raise_what_signal_handler_raised
 
+from .connection_pool import OF_ALL_CONNECTIONS, guarded
+from .slots import Address, Sender, Slots, Trip
 from .timeouts import closed_when_collected, short_timeouts, with_short_timeouts
-
-Address = tuple[str, int]
 
 _FIRST_PAUSE = 0.05
 
@@ -65,6 +66,7 @@ class Node:
                 pipeline.execute_command(*command, **RAW)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
         except Exception as error:  # noqa: BLE001 - the thread has other keys to see to
+            raise_what_signal_handler_raised(error, None)
             self.fail(pause)
             return [error] * len(commands)
         self._pause = _FIRST_PAUSE
@@ -113,118 +115,66 @@ class MasterNode(Node):
         self._asks_from = now() + 9 * (now() - began)
 
 
-class Slots:
-    """Which node of a cluster stores each slot: as the user's client knows, and as the nodes have said since.
+class ClusterNodes:
+    """The nodes of a cluster, for calls, and with short time-outs for the renewing thread.
+
+    The user's client sends nothing for them: it would keep a connection on which a command was interrupted, and the
+    renewing thread would wait for a frozen node for as long as the user's time-outs say.
 
     Attributes:
-        options: the options of the user's connections.
-        connect: makes a client of the node at an address, by options.
-        owners: by slot, the address of the node that stores it.
+        slots: which node stores which slot.
+        sends_again: the drivers send a command again that got no answer.
     """
 
-    def __init__(self, client: Any) -> None:
-        """Begin with the nodes and slots that a ``RedisCluster`` knows."""
-        self._client = client
-        self._manager: Any = client.nodes_manager
-        self.options: dict[str, Any] = self._manager.connection_kwargs
-        self.connect: Any = self._manager.create_redis_node
-        known = {**self._manager.slots_cache}.items()  # a copy, because another thread may use the client
-        same: dict[Address, Address] = {}  # one tuple for all slots of a node, because each event loop has a table
-        self.owners: dict[Any, Any] = {
-            slot: same.setdefault(address := (owner.host, owner.port), address) for slot, (owner, *_) in known
-        }
+    sends_again = True
 
-    def address_of(self, key: str | bytes) -> Address | None:
-        """The address of the node that stores ``key``, as far as is known."""
-        return self.owners.get(self._client.keyslot(key))
-
-    def addresses(self) -> set[Address]:
-        """The addresses of all known nodes.
-
-        The user's client may have learnt of new ones. And the host names that it was given may lead to others by now.
-        """
-        nodes = *self._manager.nodes_cache.values(), *getattr(self._client, "startup_nodes", ())
-        return {*self.owners.values(), *((str(each.host), int(each.port)) for each in nodes)}
-
-    def redirected(self, error: exceptions.AskError, by: Address) -> Address:
-        """The address of the node that a redirection names: by MOVED the slot's new node, by ASK that which gets it."""
-        address: Address = self._manager.remap_host_port(error.host or by[0], error.port)
-        if isinstance(error, exceptions.MovedError):
-            self.owners[error.slot_id] = address
-        return address
-
-    def learn(self, reply: Any, by: Address) -> bool:
-        """Learn of the node of each slot from a node's reply to CLUSTER SLOTS.
-
-        Returns:
-            Whether the node knows of any: one that has left the cluster knows none.
-        """
-        ranges: dict[Any, Any] = cluster.parse_cluster_slots(reply, current_host=by[0])
-        for (first_slot, last_slot), owners in ranges.items():
-            address: Address = self._manager.remap_host_port(*owners["primary"])
-            self.owners.update(dict.fromkeys(range(first_slot, last_slot + 1), address))
-        return bool(ranges)
-
-
-class ClusterNodes:
-    """The nodes of a cluster, and the slots of each, as the renewing thread knows them.
-
-    The user's client sends nothing for it: it would wait for a frozen node for as long as the user's time-outs say.
-    """
-
-    def __init__(self, client: Any) -> None:
-        self._slots = Slots(client)
-        self._options = short_timeouts(self._slots.options)
+    def __init__(self, slots: Slots, options: dict[str, Any], pause: float | None = None) -> None:
+        """Connect by ``options``, those of redis-py's connections; see ``Node.send`` for ``pause``."""
+        self.slots = slots
+        self._options, self._pause = options, pause
         self._nodes: dict[Address, _ClusterNode] = {}
-        for address in set(self._slots.owners.values()):
-            self._at(address)
+        self._sender = Sender(self._make_trip)
 
-    def node_of(self, key: str) -> Node:
+    def at(self, address: Address) -> "_ClusterNode":
+        """The node at an address."""
+        if address not in self._nodes:
+            client = closed_when_collected(guarded(self.slots.connect(*address, **self._options)))
+            self._nodes.setdefault(address, _ClusterNode(client, address, self))  # another thread may be first
+        return self._nodes[address]
+
+    def node_of(self, key: str | bytes) -> Node:
         """The node that stores ``key``, as far as is known."""
-        address = self._slots.address_of(key)
-        return self._at(address) if address else min(self._nodes.values(), key=_by_reach)
+        return self.at(self.slots.address_of(key))
 
     def all(self) -> list[Node]:
         """All nodes that store keys. One is asked for them first, because some may be new."""
-        self._refresh()
-        return [self._at(address) for address in set(self._slots.owners.values())]
+        self.look(now())
+        return [self.at(address) for address in set(self.slots.owners.values())]
 
-    def _at(self, address: Address) -> "_ClusterNode":
-        """The node at an address."""
-        if address not in self._nodes:
-            client = closed_when_collected(self._slots.connect(*address, **self._options))
-            self._nodes[address] = _ClusterNode(client, address, self)
-        return self._nodes[address]
+    def send_raw(self, command: Command) -> Any:
+        """Send a command of a driver to the node that stores its key, and return its reply, in bytes."""
+        began = now()
+        try:
+            return drive(self._sender, self.slots.route(command))
+        except OF_ALL_CONNECTIONS as error:
+            if self.look(began):
+                raise ServerTimeout(*error.args) from None
+            raise
 
-    def follow(self, node: "_ClusterNode", commands: Sequence[Command], replies: list[Any]) -> None:
-        """Follow the redirections in the replies: MOVED names a slot's new node, ASK the node that is getting the slot.
+    def look(self, since: float) -> bool:
+        """See ``Slots.look``."""
+        return drive(self._sender, self.slots.look(since))
 
-        A command with the reply ASK is sent on, and gets the reply of that node.
-        A command with the reply MOVED keeps its error, and goes to the right node when it is due again.
-        """
-        errors = [reply for reply in replies if isinstance(reply, Exception)]
-        # A node that cannot be reached, or has become a replica, may have been replaced by another.
-        if any(isinstance(each, redis.ReadOnlyError) or not isinstance(each, redis.ResponseError) for each in errors):
-            self._refresh(node)
-        for number, reply in enumerate(replies):
-            if isinstance(reply, exceptions.AskError):  # the base class of MovedError
-                target = self._at(self._slots.redirected(reply, node.address))
-                if not isinstance(reply, exceptions.MovedError) and target.backs_off_until <= now():
-                    replies[number] = target.send_here([("ASKING",), commands[number]])[1]
-
-    def _refresh(self, but: Node | None = None) -> None:
-        """Ask the node that has been reachable for the longest time, and is not ``but``, for the slots of all nodes.
-
-        If it knows of none, the next is asked. If it cannot be reached either, the next time is soon enough.
-        """
-        for address in self._slots.addresses():
-            self._at(address)
-        for node in sorted((each for each in self._nodes.values() if each is not but), key=_by_reach):
-            if node.backs_off_until > now():
-                return
-            (reply,) = node.send_here([("CLUSTER SLOTS",)])
-            if isinstance(reply, Exception) or self._slots.learn(reply, node.address):
-                return
+    def _make_trip(self, trip: Trip) -> Any:
+        node, asking = self.at(trip.address), [("ASKING",)] if trip.is_asking else []
+        if node.backs_off_until > now():
+            msg = "the node could not be reached just now"
+            raise redis.ConnectionError(msg)
+        time.sleep(trip.pause)
+        reply = node.send_here([*asking, trip.command], self._pause)[-1]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
 
 class _ClusterNode(Node):
@@ -232,22 +182,34 @@ class _ClusterNode(Node):
 
     send_here = Node.send
 
-    def __init__(self, client: Any, address: Address, nodes: ClusterNodes) -> None:
+    def __init__(self, client: Any, address: Address, cluster: ClusterNodes) -> None:
         super().__init__(client)
-        self.address = address
-        self._nodes = nodes
+        self._address = address
+        self._cluster = cluster
 
     def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
-        """See ``Node``; a command with the reply ASK is sent on, and one with the reply MOVED keeps its error."""
+        """See ``Node``; a command with the reply ASK, which names the node that is getting the slot, is sent on.
+
+        A command with the reply MOVED keeps its error, and goes to the right node when it is due again.
+        """
         replies = self.send_here(commands, pause)
-        self._nodes.follow(self, commands, replies)
+        errors = [reply for reply in replies if isinstance(reply, Exception)]
+        # A node that cannot be reached, or has become a replica, may have been replaced by another.
+        if any(isinstance(each, redis.ReadOnlyError) or not isinstance(each, redis.ResponseError) for each in errors):
+            self._cluster.slots.failed = self._address
+            self._cluster.look(now())
+        for number, reply in enumerate(replies):
+            if isinstance(reply, exceptions.AskError):  # the base class of MovedError
+                target = self._cluster.at(self._cluster.slots.redirected(reply, self._address))
+                if not isinstance(reply, exceptions.MovedError) and target.backs_off_until <= now():
+                    replies[number] = target.send_here([("ASKING",), commands[number]])[1]
         return replies
 
 
 def nodes_of(client: Any) -> ClusterNodes | Node:
-    """The nodes of the server of a client: an object with ``node_of``, for the node of a key, and ``all``."""
-    if isinstance(client, redis.RedisCluster):
-        return ClusterNodes(client)
+    """The nodes of the server of a client or slots: an object with ``node_of``, for the node of a key, and ``all``."""
+    if isinstance(client, Slots):
+        return ClusterNodes(client, short_timeouts(client.options))
     made = with_short_timeouts(client)
     pool = getattr(made, "connection_pool", None)
     return MasterNode(made, client) if type(pool) is redis.SentinelConnectionPool else Node(made)

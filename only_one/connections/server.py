@@ -27,6 +27,7 @@ from .asyncio_connections import NO_LIMIT
 from .connection_pool import PinnedClient, guarded
 from .nodes import ClusterNodes, Node, nodes_of
 from .server_features import Features
+from .slots import Slots
 from .timeouts import OUR_TIMEOUTS
 
 Source = Union[str, Any, Callable[[], Any]]
@@ -83,20 +84,22 @@ class Server:
     """One server as seen from this process.
 
     Attributes:
-        client: a sync client of redis-py that closes the connection on which a command is interrupted.
+        client: what a driver sends commands by: it closes the connection on which a command is interrupted.
         features: which commands the server knows.
         is_known: whether there is a client. If the callable could make none, each command raises its error.
         looked_at_from: from this time on, by ``now()``, an acquire has the renewing thread ask for the eviction policy.
     """
 
     def __init__(self, client: Any) -> None:
-        self.client: Any = PinnedClient(client) if PinnedClient.fits(client) else guarded(client)
-        self.features = Features()
+        self._given: Any = client
         if isinstance(client, redis.RedisCluster):
-            self.features.release = "EVAL"  # redis-py cannot tell the slot of a command that it does not know
+            self._given = slots = Slots(client)
+            self.client: Any = ClusterNodes(slots, slots.options, pause=0.0)
+        else:
+            self.client = PinnedClient(client) if PinnedClient.fits(client) else guarded(client)
+        self.features = Features()
         self.is_known = not isinstance(client, _NoClient)
         self.looked_at_from = 0.0
-        self._given: Any = client
         self._nodes: ClusterNodes | Node | None = None
         renew_locks_in_children(self)
 
@@ -112,7 +115,7 @@ class Server:
             self._nodes = nodes_of(self._given)
         return self._nodes
 
-    def node_of(self, key: str) -> Node:
+    def node_of(self, key: str | bytes) -> Node:
         """The one of these nodes that stores ``key``."""
         return self.nodes.node_of(key)
 

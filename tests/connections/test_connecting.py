@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from encodings import idna
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -23,7 +24,6 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import ConfigurationError, LockUnavailable, current_lock
 from only_one.connections import server as servers
-from only_one.connections.connection_pool import PinnedClient
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass
@@ -71,6 +71,7 @@ def test_an_option_of_tls_that_has_no_like_in_asyncio() -> None:
 
 
 CLUSTER: Any = redis_py.RedisCluster.__new__(redis_py.RedisCluster)  # which has not connected
+CLUSTER.nodes_manager = SimpleNamespace(connection_kwargs={}, create_redis_node=None, slots_cache={})
 WHO = "write the server's user and password: redis://user:password@host:6379/0"
 BY_DEFAULT = redis_py.Redis.from_url("redis://")
 SENTINEL: Any = redis.sentinel.Sentinel
@@ -98,11 +99,6 @@ OTHER = "another program stores something else at this key: write another key, o
 )
 def test_what_is_told_of_an_error(client: Any, error: Exception, told: str) -> None:
     assert servers.Server(client).describe(error) == told
-
-
-def test_a_cluster_is_sent_no_command_whose_slot_it_does_not_know() -> None:
-    cluster, plain = servers.Server(CLUSTER), servers.Server(redis_py.Redis())
-    assert (cluster.features.release, type(plain.client)) == ("EVAL", PinnedClient)
 
 
 class SecretsAreElsewhere(Exception):

@@ -41,7 +41,7 @@ from only_one.lock.redis_lock import Lock
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
-from tests.clients import Subclass, clients
+from tests.clients import Subclass
 from tests.decorated import decorated
 from tests.faults.programs import Running
 from tests.interruptions import Interruption, handled, interrupt, is_interrupted_after, raised_after, raises
@@ -191,8 +191,6 @@ def test_clients_that_are_used_as_they_are(redis_url: str, make: Callable[[str],
 def test_clients_elsewhere_that_are_used_as_they_are() -> None:
     kind: Any = Sentinel
     assert is_used_as_it_is(kind([("127.0.0.1", 1)]).master_for("mymaster"))
-    with clients("cluster") as those, those.connected() as client:
-        assert is_used_as_it_is(client)
 
 
 def test_a_client_of_one_connection_waits_for_no_command_of_the_user_s(redis: Any, redis_url: str, key: str) -> None:
@@ -217,7 +215,7 @@ def test_of_a_client_that_remembers_replies_no_such_connection_is_used(monkeypat
             assert type(used.connection_pool.make_connection()) is redis_py.Connection
             assert client.connection_pool.cache is not None
             assert vars(Server(client).client.connection_pool) is vars(used.connection_pool)
-            made.assert_called_once()  # a cluster's client asks for it for each command
+            made.assert_called_once()
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)

@@ -16,7 +16,7 @@ SLOTS = 2
 
 WRITES = (b"SET", b"DELIFEQ", b"DELEX", b"EVAL")
 _PATIENCE: dict[str, Any] = {"protocol": 2, "socket_timeout": 0.9, "socket_connect_timeout": 0.5}
-_OF_ONE_KEY = [b"set", b"get", b"del", b"pttl"]
+_OF_ONE_KEY = [b"set", b"get", b"del", b"delifeq", b"delex", b"pttl"]
 _COMMANDS: list[Any] = [[name, -2, [], 1, 1, 1] for name in _OF_ONE_KEY]
 
 
