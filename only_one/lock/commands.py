@@ -78,7 +78,11 @@ class Script:
         return ("EVAL", self.text, len(keys), *keys, *args)
 
 
-RENEW = Script("if value == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end")
+# It never shortens the key's life: a command that was sent before another may arrive after it.
+RENEW = Script("""
+if value == ARGV[1] then
+    return redis.call('pexpire', KEYS[1], math.max(tonumber(ARGV[2]), redis.call('pttl', KEYS[1])))
+end""")
 # The fencing token is the server's time in microseconds, or the last token plus one if that is more. The server
 # remembers the last token for a day. If it has forgotten that one, tokens rise as long as its clock does not step back.
 # The idea of fencing tokens is Martin Kleppmann's, in "How to do distributed locking".

@@ -9,7 +9,7 @@ from typing import Any
 from only_one import option_values
 from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.driver import drive, unanswered
+from only_one.driver import drive
 from only_one.errors import ConfigurationError, LockLost
 from only_one.holder import Holder
 
@@ -30,18 +30,16 @@ class Lease:
         value: the value that is stored at the key since it was lost; empty if there is none, or it
             is not known.
         trouble: the error of the last renewal, or None if that succeeded.
-        may_live_until: until when the key may live because of the last ``extend``, answered or not, by ``clock.now()``.
-        late_ttl: the fewest seconds that an ``extend`` gave which was sent twice: the first command may yet arrive.
-        on_its_way: until when a renewal without a reply so far lets the key live, by ``clock.now()``.
+        expires_at: until when the server lets the key live at least, by ``clock.now()``.
+        may_live_until: until when the key may live because of an ``extend``, answered or not, by ``clock.now()``.
         renewer: the object that renews the lease and tells its run of a loss; None before that begins.
     """
 
     reason: str | None = None
     value = b""
     trouble: Exception | None = None
+    expires_at = -inf
     may_live_until = -inf
-    late_ttl = inf
-    on_its_way = inf
     renewer: Any = None
     _fence: int | None = None
 
@@ -81,8 +79,8 @@ class Lease:
         return max(0.0, self.expires_at - now()) if self.reason is None else 0.0
 
     def lives_on(self, sent: float, ttl: float) -> None:
-        """Note that the server lets the key live for ``ttl`` seconds, by a command that was sent at ``sent``."""
-        self.expires_at = sent + ttl
+        """Note that the server lets the key live for ``ttl`` seconds at least, by a command of the moment ``sent``."""
+        self.expires_at = max(self.expires_at, sent + ttl)
         # After a third of the time. A lease that lasts until the end is renewed no more.
         self.renew_at = sent + ttl / 3 if self.renews and self.expires_at < self.ends_at else self.ends_at
 
@@ -152,21 +150,12 @@ class Lease:
         self.ensure_held()
         if ends_at == inf:
             return
-        asked, expired_at, on_its_way = now(), self.expires_at, self.on_its_way
+        asked = now()
         ttl = min(self.ttl, ends_at - asked) if self.renews else ends_at - asked
-        least, unanswered_before = min(ttl, self.late_ttl), unanswered.get()
-        self.may_live_until = asked + ttl
-        try:
-            self._ask(RENEW, round(ttl * 1000))
-        finally:
-            if unanswered.get() != unanswered_before:
-                self.late_ttl = least
-        # The server may have carried out a renewal after this command, or an earlier `extend` that was sent twice may
-        # yet arrive. Each gives less time, so the least counts.
-        renewed_until = inf if self.expires_at == expired_at else self.expires_at
-        expires_at = min(asked + least, on_its_way, self.on_its_way, renewed_until)
+        self.may_live_until = max(self.may_live_until, asked + ttl)
+        self._ask(RENEW, round(ttl * 1000))
         self.ends_at = ends_at
-        self.lives_on(expires_at - ttl, ttl)
+        self.lives_on(asked, ttl)
         self.renewer.see_to_it_by(self.renew_at)
 
     @property

@@ -190,8 +190,6 @@ class _Renewer:
                 lease.renew_at = min(node.backs_off_until, lease.expires_at)
             return
         ttls = {lease: max(0.001, min(lease.ttl, lease.ends_at - sent)) for lease in leases}
-        for lease, ttl in ttls.items():
-            lease.on_its_way = sent + ttl
         commands = [RENEW.command((each.key,), each.token, round(ttl * 1000)) for each, ttl in ttls.items()]
         replies = node.send(commands, _pause(leases))
         news: dict[str, list[Lease]] = {}
@@ -211,7 +209,6 @@ class _Renewer:
             lease.renew_at = min(now() + _pause([lease]), lease.expires_at)
         elif isinstance(reply, int):
             lease.lives_on(sent, ttl)
-            lease.on_its_way = math.inf
         else:
             value = reply if isinstance(reply, bytes) else b""
             self.note_loss(lease, lease.reason_by(reply), value)

@@ -113,7 +113,7 @@ def test_the_key_lives_with_its_worker_and_the_run_has_its_token(worker: Worker,
     assert worker.requests[-1].request_dict["only_one"]["token"].encode() == keys["k"]
     assert decorated(lambda: fails_to_renew(lease), key="k")()
     assert keys.state() == RECEIVED
-    keys.redis.pexpire(f"{keys.prefix}k", HOUR * 1000)
+    keys.redis.persist(f"{keys.prefix}k")
     assert is_renewed(lease)
     assert keys.lives_for(LEASE)
 

@@ -101,7 +101,8 @@ def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> N
         (MOMENT + 2 * TTL - 0.5, MOMENT + 2 * TTL, MOMENT + 2 * TTL),
     ]:
         watch.clock.moment = lock.renew_at = moment
-        lock.expires_at = moment + 1
+        lock.expires_at = moment + 0.25
+        watch.redis.persist(lock.key)
         watch.renewer.renew_what_is_due()
         assert (lock.expires_at, lock.renew_at) == (expires_at, renew_at)
         assert (expires_at - moment - LIMIT) * 1000 < watch.redis.pttl(lock.key) <= (expires_at - moment) * 1000
@@ -148,7 +149,6 @@ def test_a_renewal_that_fails_is_tried_again_after_a_tenth_of_the_lease(watch: W
             lock.renew_at = MOMENT
         watch.renewer.renew_what_is_due()
         assert [lock.renew_at - MOMENT for lock in locks] == pytest.approx([0.8, 0.2, 1.0])
-        assert [lock.on_its_way - MOMENT for lock in locks] == [8, 2, 32]
         assert brief.renew_at == brief.expires_at
         assert node(server).backs_off_until == pytest.approx(MOMENT + 0.2)
         node(server).backs_off_until = MOMENT

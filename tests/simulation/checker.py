@@ -142,9 +142,7 @@ class Checker:
             last = stored[-1]
             last.has_expired = expiry is not None and expiry <= now
             is_parents = isinstance(last.value, bytes) and now < self.kept_by_parents.get(last.value, 0.0)
-            # The parent would renew a key whose expiry an `extend` of the child, or a late renewal, has shortened.
-            may_be_gone = last.has_expired or self.lost_data_at >= now
-            if is_parents and not may_be_gone:
+            if is_parents and self.lost_data_at < now:
                 self.problem("a child has released its parent's key", str(key))
             last.until = min(now, inf if expiry is None else expiry)
         if after is not None:
