@@ -19,7 +19,7 @@ class _Common:
 
     Attributes:
         features: which commands the server knows.
-        expires_at: when the key that was acquired last expires, by ``clock.now()``.
+        expires_at: when the key that was acquired or extended last expires, by ``clock.now()``.
     """
 
     local: Any
@@ -44,12 +44,13 @@ class _Common:
 
     def do_extend(self: Any, additional_time: float, replace_ttl: bool) -> Any:  # noqa: FBT001 - redis-py's
         """If the key is ours, add ``additional_time`` seconds to its life, or to now if ``replace_ttl``."""
-        begin = now() if replace_ttl else self.expires_at
-        return self._living_until(begin + additional_time, super().do_extend(additional_time, replace_ttl))  # type: ignore[misc]
+        self.expires_at = (now() if replace_ttl else self.expires_at) + additional_time
+        return super().do_extend(additional_time, replace_ttl)  # type: ignore[misc]
 
     def do_reacquire(self: Any) -> Any:
         """If the key is ours, let it live for its whole time again."""
-        return self._living_until(now() + (self.timeout or math.inf), super().do_reacquire())  # type: ignore[misc]
+        self.expires_at = now() + (self.timeout or math.inf)
+        return super().do_reacquire()  # type: ignore[misc]
 
     def _acquire(self: Any, token: bytes) -> Commands[bool]:
         # Counted from before the command is sent, so the holder never takes the key for its own after the expiry.
@@ -70,17 +71,8 @@ class Lock(_Common, redis.lock.Lock):
 
     _drive = staticmethod(drive)
 
-    def _living_until(self, expires_at: float, done: Any) -> Any:
-        self.expires_at = expires_at
-        return done
-
 
 class AsyncLock(_Common, redis.asyncio.lock.Lock):
     """A drop-in replacement for redis-py's asyncio ``Lock``."""
 
     _drive = staticmethod(drive_async)
-
-    async def _living_until(self, expires_at: float, doing: Any) -> Any:
-        done = await doing
-        self.expires_at = expires_at
-        return done
