@@ -50,13 +50,11 @@ _SLOTS = {"slots_cache", "owners"}
 
 
 def renew_locks_in_children(owner: Any) -> None:
-    """In each forked child, replace the locks of ``owner``, and of all objects of redis-py and ours behind it."""
+    """In each forked child, unlock the locks of ``owner``, and of all objects of redis-py and ours behind it."""
     _have_locks.add(owner)
 
 
 def _renew_locks() -> None:
-    makers: dict[type, Callable[[], Any]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
-    new: dict[Any, Any] = {}  # by the inherited lock, which several objects may share
     seen: set[int] = set()
     left: list[Any] = [*_have_locks]
     while left:
@@ -64,11 +62,11 @@ def _renew_locks() -> None:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, list):
+        if hasattr(type(each), "_at_fork_reinit"):
+            each._at_fork_reinit()  # noqa: SLF001 - as the standard library does with its locks
+        elif isinstance(each, list):
             left += each
         elif isinstance(each, dict):
-            locks = {name: lock for name, lock in each.items() if type(lock) in makers}
-            each.update({name: new.setdefault(lock, makers[type(lock)]()) for name, lock in locks.items()})
             left += [part for name, part in each.items() if name not in _SLOTS]
         elif _is_searched(each.__class__) and hasattr(each, "__dict__"):
             left.append(vars(each))  # one dict for a guarded client and its original, so it is seen once
