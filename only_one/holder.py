@@ -56,7 +56,6 @@ class Holder:
         replacement: how often the Celery task was replaced so far, by ``Task.replace``.
         queue: whose job ``task_id`` names: ``"rq"``, ``"dramatiq"``, ``"arq"``, or ``"celery.map"`` for an item of
             that task; None for a Celery task, a plain function, and a job that ``work_id`` names.
-        job_pid: the process id of the job, if that has forked the holder's process; else None.
     """
 
     id: str
@@ -72,7 +71,6 @@ class Holder:
     deadline: float | None
     replacement: int = 0
     queue: str | None = None
-    job_pid: int | None = None
 
     @classmethod
     def parse(cls, value: str | bytes) -> "Holder | None":
@@ -118,12 +116,12 @@ _STATE = b'"state":"'
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("machine", "host", "process", "state", "name"), str),
     **dict.fromkeys(("pid", "number", "since", "replacement"), int),
-    **dict.fromkeys(("process_start", "attempt", "limit", "job_pid"), (int, type(None))),
+    **dict.fromkeys(("process_start", "attempt", "limit"), (int, type(None))),
     **dict.fromkeys(("task_id", "queue"), (str, type(None))),
 }
 """The types in the JSON of a value; times are in milliseconds."""
 
-_ADDED_LATER: dict[str, Any] = {"replacement": 0, "queue": None, "job_pid": None}
+_ADDED_LATER: dict[str, Any] = {"replacement": 0, "queue": None}
 """The fields that the first values of this format did not have, with their defaults."""
 
 _LONGEST_REMEMBERED = 2000

@@ -5,7 +5,6 @@ Such a key must not make the job skip. It is not taken over either, because the 
 """
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,10 +13,9 @@ from typing import Any, NamedTuple
 
 from only_one.clock import now
 from only_one.events import log
-from only_one.forks import in_each_child
 from only_one.holder import Holder
 from only_one.lock.lease import current
-from only_one.lock.token import TokenFactory, active_tokens, this_process
+from only_one.lock.token import TokenFactory, active_tokens
 from only_one.policies import fail
 from only_one.settings import DEFAULT_LEASE
 
@@ -94,25 +92,6 @@ def _current_job(args: Args) -> Job | None:
     return None
 
 
-_inherited: tuple[object, int | None] = None, None
-"""The start of the job that has forked this process, and the job's process id."""
-
-
-def _job_pid(start: object) -> int | None:
-    """The process id of a job that has forked this process, or a parent of this process; else None."""
-    return _inherited[1] if _inherited[0] is start else None
-
-
-def _note_inherited() -> None:
-    global _inherited  # noqa: PLW0603 - that of the process
-    job = _current_job(())
-    start = job and job.start
-    _inherited = start, None if start is None else _job_pid(start) or os.getppid()
-
-
-in_each_child(_note_inherited)
-
-
 def _is_in_event_loop() -> bool:
     """Whether this thread runs an event loop: its other tasks would stand still while a call waits."""
     with suppress(RuntimeError):
@@ -144,9 +123,7 @@ class JobCaller(Caller):
     """The call of a function by a job: never skipped because of a previous attempt of the same job."""
 
     def __init__(self, name: str, job: Job, *, bound: bool = False) -> None:
-        self._job_pid = _job_pid(job.start)
-        factory = TokenFactory(name, job.id, job.attempt, queue=job.queue, job_pid=self._job_pid)
-        super().__init__(name, factory, bound=bound)
+        super().__init__(name, TokenFactory(name, job.id, job.attempt, queue=job.queue), bound=bound)
         self._job = job
         self.start = job.start
         self._left = 0.0
@@ -157,9 +134,9 @@ class JobCaller(Caller):
 
         A later attempt does not count: it makes this one out of date, or is other work whose id is used again.
         The other calls of the same start do not count, though they have the job's identity: calls that its run makes,
-        calls beside it, and calls in a child that the job has forked.
+        also in a child that was forked in it, and calls beside it in the same process.
         """
-        holder, process = Holder.parse(value), this_process()
+        holder = Holder.parse(value)
         if holder is None or holder.state != "running":
             return False
         is_later = (holder.attempt or 0) > (self._job.attempt or 0)
@@ -168,17 +145,7 @@ class JobCaller(Caller):
         lease = current.get()
         if lease is not None and lease.token == value:  # made by the run, or by a child that was forked in it
             return False
-        if value.startswith(process.mark):
-            return self.start is None or getattr(active_tokens.get(value), "start", None) is not self.start
-        return holder.machine != process.machine or not self._is_beside(holder)
-
-    def _is_beside(self, holder: Holder) -> bool:
-        """Whether the holder, in another process of this machine, is of the same start.
-
-        Then the job has forked the holder's process, or this process, or both.
-        """
-        pids = (holder.job_pid,) if self._job_pid is None else (holder.job_pid, holder.pid)
-        return holder.attempt == self._job.attempt and (self._job_pid or os.getpid()) in pids
+        return self.start is None or getattr(active_tokens.get(value), "start", None) is not self.start
 
     def waits(self, call: Call, left: float) -> float:
         """Seconds until the key is asked for again; 0 if ``on_busy`` decides now.

@@ -61,7 +61,7 @@ in_each_child(_made.clear)
 in_each_child(active_tokens.clear)
 
 
-def _task_fields(task_id: str | None, attempt: int | None, replacement: int, **of_job: str | int | None) -> str:
+def _task_fields(task_id: str | None, attempt: int | None, replacement: int, queue: str | None = None) -> str:
     """The JSON of the fields that name the work, in the order in which scripts look for them: see ``words_of``.
 
     A field that was added later is there only if it is needed, so a worker of the first version, which refuses unknown
@@ -70,7 +70,7 @@ def _task_fields(task_id: str | None, attempt: int | None, replacement: int, **o
     # The encoder of `json.dumps` gives the same in less time.
     task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)
     fields = f'"task_id":{task},"attempt":{"null" if attempt is None else attempt},'
-    added = {"replacement": replacement or None, **of_job}
+    added = {"replacement": replacement or None, "queue": queue}
     return fields + "".join(f'"{name}":{json.dumps(value)},' for name, value in added.items() if value is not None)
 
 
@@ -91,10 +91,10 @@ class TokenFactory:
         attempt: int | None = None,
         state: str = "running",
         replacement: int = 0,
-        **of_job: str | int | None,
+        queue: str | None = None,
     ) -> None:
-        """See ``Holder`` for the arguments; those of a job are ``queue`` and ``job_pid``."""
-        task = _task_fields(task_id, attempt, replacement, **of_job)
+        """See ``Holder`` for the arguments."""
+        task = _task_fields(task_id, attempt, replacement, queue)
         self._serialized = f"{_serialize(state=state, name=name)},{task}"
         # The last beginning of a token, after the process and the deadline for which it was made; at first none.
         self._head: tuple[_Process | None, float | None, bytes] = (None, None, b"")

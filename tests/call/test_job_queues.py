@@ -8,10 +8,8 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
-import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +19,6 @@ from redis import Redis
 
 from only_one import AlreadyRunning, current_lock, fail, only_one, skip
 from only_one.call import job_queues
-from only_one.lock import token
 from only_one.lock.token import TokenFactory
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, Function, as_async, both, decorated
@@ -264,77 +261,6 @@ def test_its_queue_requeues_it_until_the_key_expires(
     assert redis.pttl(key) > LONG / 2
     name = f"{__name__}.{body.__qualname__}"
     assert f"{name} requeues job {ID}: a previous attempt holds {key}" in caplog.messages
-
-
-@pytest.mark.usefixtures("redis")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("is_known", [True, False], ids=["the machine is known", "the machine is unknown"])
-def test_a_job_and_the_children_that_it_forks_are_no_attempts_of_each_other(
-    install: Any, monkeypatch: pytest.MonkeyPatch, *, is_known: bool
-) -> None:
-    fork = multiprocessing.get_context("fork")
-    begun, may_end, results = fork.Event(), fork.Event(), fork.SimpleQueue()
-
-    @only_one("k", lease=LIMIT)
-    def work(then: Callable[[], object]) -> str:
-        then()
-        return "done"
-
-    def hold() -> None:
-        begun.set()
-        may_end.wait(LIMIT)
-
-    def forked(call: Callable[[], object]) -> Any:
-        process = fork.Process(target=call)
-        process.start()
-        return process
-
-    def child(then: Callable[[], object]) -> Any:
-        return forked(lambda: results.put(work(then)))
-
-    def job() -> None:
-        install(in_rq(0))
-        if not is_known:
-            monkeypatch.setattr(token, "machine", lambda: None)
-        first = child(hold)
-        assert begun.wait(LIMIT)
-        child(bool).join()
-        results.put(work(bool))
-        may_end.set()
-        first.join()
-        work(lambda: child(bool).join())
-
-    forked(job).join()
-    assert [results.get() for _ in range(4) if not results.empty()] == [None, None, "done", None]
-
-
-JOB = os.getppid()
-"""The process id of a job that has forked this process."""
-
-
-@pytest.mark.parametrize("generation", [1, 2])
-@pytest.mark.parametrize(
-    ("held", "is_attempt"),
-    [
-        ({**OTHERS, "pid": JOB}, False),  # the job's
-        ({**OTHERS, "job_pid": JOB}, False),  # of another of its children
-        ({**OTHERS, "job_pid": JOB, "attempt": 0}, True),
-        (OTHERS, True),
-        ({**ELSEWHERE, "pid": JOB}, True),
-    ],
-)
-def test_to_a_child_that_a_job_has_forked_all_else_is_an_attempt(
-    monkeypatch: pytest.MonkeyPatch, install: Any, hold: Any, held: Any, generation: int, *, is_attempt: bool
-) -> None:
-    install(in_dramatiq(MESSAGE))
-    monkeypatch.setattr(job_queues, "_inherited", (None, None))  # as it is again afterwards
-    job_queues._note_inherited()
-    if generation == 2:
-        monkeypatch.setattr(os, "getppid", os.getpid)
-        job_queues._note_inherited()
-    hold(LONG, **held)
-    with pytest.raises(Requeued) if is_attempt else nullcontext():
-        assert decorated(ran, takeover=False)() is None
 
 
 @pytest.mark.usefixtures("redis")

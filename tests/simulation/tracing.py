@@ -122,7 +122,6 @@ EXCEPTIONS = {
     "if not self.vacancy:  # def end": "the same",
     "if not self.vacancy:  # self.is_ending": "the same",
     '"job_id" not in context': "arq, which has async jobs",
-    "if value.startswith(process.mark):  # return self.start is None": "two calls at once of a job in one process",
     "call.claim_work():  # if not isinstance": "a task is never an async run",
     "isinstance(call.ended_by, GeneratorExit)": "a coroutine that is closed by hand",
     "if is_of_signal_handler(error):  # raise": "Python traces no line after an exception that its tracer has raised",
