@@ -109,6 +109,7 @@ current: Options = {}
 """The options set by ``configure``. Each change makes a new mapping, so that code which derives from it can notice."""
 
 _lock = threading.RLock()
+in_each_child(_lock._at_fork_reinit)  # type: ignore[attr-defined]  # noqa: SLF001 - as the standard library does
 
 
 class _Override(AbstractContextManager[None]):
@@ -221,11 +222,3 @@ def source_of(settings: Settings, app_server: Callable[[], Source | None]) -> So
         return settings.redis
     url = os.environ.get("ONLY_ONE_REDIS_URL")
     return check_source("ONLY_ONE_REDIS_URL", url) if url else app_server() or "redis://localhost:6379/0"
-
-
-def _begin_anew_in_child() -> None:
-    global _lock  # noqa: PLW0603 - it may have been held by a thread that the child does not have
-    _lock = threading.RLock()
-
-
-in_each_child(_begin_anew_in_child)
