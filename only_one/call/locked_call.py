@@ -291,6 +291,8 @@ class LockedCall(Call):
             if self._may_come_late:
                 self.clean_up()
         let_go(self.lease)
+        if self.lost is None:
+            self.lease.on_loss.clear()  # it refers to this call, whose result would live until garbage is collected
         outcome: Any = "unknown" if result is None else result.status
         is_kept = self._retained is not None and self._retained.note is None  # a note: the value of a task that waits
         outcome = "kept" if is_kept and outcome == "held" else outcome
@@ -298,16 +300,12 @@ class LockedCall(Call):
 
     def _tell_loss(self, lost: LockLost) -> None:
         """Tell the run of a loss that is seen at its end: once, and in another thread, like any other loss."""
-        try:
-            tell = self.lease.on_loss.pop()  # here, because `let_go` may empty the list before the thread reads it
-        except IndexError:
-            return
         # No daemon, because the process must not end before the run was told.
-        thread = threading.Thread(target=tell, args=(lost,), name="only_one-lost", daemon=False)
+        thread = threading.Thread(target=self.lease.tell_loss, args=(lost,), name="only_one-lost", daemon=False)
         try:
             thread.start()
         except RuntimeError:  # none can be started: at a limit, or while the interpreter shuts down
-            tell(lost)
+            self.lease.tell_loss(lost)
         else:
             if self.waits_until_told:
                 thread.join()

@@ -84,6 +84,10 @@ class Lease:
         # After a third of the time. A lease that lasts until the end is renewed no more.
         self.renew_at = sent + ttl / 3 if self.renews and self.expires_at < self.ends_at else self.ends_at
 
+    def put_off(self, until: float) -> None:
+        """Try the next renewal at ``until``; if the key expires before that, note its loss then."""
+        self.renew_at = min(until, self.expires_at)
+
     @property
     def is_held(self) -> bool:
         """Whether the key is ours, as far as this process can know."""

@@ -1,7 +1,9 @@
 """Pending releases: releases that are repeated in the background until it is certain that the token is gone."""
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from redis.exceptions import ResponseError
 
@@ -45,6 +47,10 @@ class PendingRelease:
         if self.retained is not None:
             self.until = max(self.until, self.retained.until)
 
+    def put_off(self, until: float) -> None:
+        """Try again at ``until``."""
+        self.try_at = until
+
     def command(self) -> Command:
         """The command that releases the key, or stores the retained value."""
         if self.retained is None or self.retained.until <= now():
@@ -71,6 +77,25 @@ class PendingRelease:
         return moment >= self.until
 
 
+def send_in_turn(due: Iterable[Any], send: Callable[[Node, list[Any]], object]) -> bool:
+    """Send leases or pending releases that are due, in trips to one node each, for as long as a turn may take.
+
+    Returns:
+        Whether some are left for the next turn.
+    """
+    until = now() + LONG_TURN
+    for node, those in trips(due):
+        if now() > until:
+            return True
+        # While a node is down, one trip at a time finds out whether it still is.
+        if node.backs_off_until > now():
+            for each in those:
+                each.put_off(node.backs_off_until)
+        else:
+            send(node, those)
+    return False
+
+
 class PendingReleases(dict[bytes, PendingRelease]):
     """The pending releases of one process, by token."""
 
@@ -89,20 +114,12 @@ class PendingReleases(dict[bytes, PendingRelease]):
             self.pop(pending.token, None)
             active_tokens.pop(pending.token, None)
 
-    def release_due(self) -> None:
-        """Try the releases that are due, in trips to one node each, for as long as a turn may take."""
+    def release_due(self) -> bool:
+        """Try the releases that are due; returns whether some are left."""
         moment = now()
-        due_now = [each for each in list(self.values()) if each.try_at <= moment]
+        due = [each for each in list(self.values()) if each.try_at <= moment]
         # The longest due come first: else releases that are repeated would keep new ones from their first turn.
-        for node, due in trips(sorted(due_now, key=lambda each: each.try_at)):
-            # While a node is down, one trip at a time finds out whether it still is.
-            if node.backs_off_until > now():
-                for pending in due:
-                    pending.try_at = node.backs_off_until
-            else:
-                self.release(node, due)
-            if now() > moment + LONG_TURN:
-                return
+        return send_in_turn(sorted(due, key=lambda each: each.try_at), self.release)
 
     def release(self, node: Node, due: list[PendingRelease]) -> list[PendingRelease]:
         """Try once to release keys of one node, in one trip; returns the releases whose reply was an error."""

@@ -16,7 +16,7 @@ from weakref import ref
 import redis
 
 from only_one.clock import now
-from only_one.connections.nodes import LONG_TURN, Node, trips
+from only_one.connections.nodes import LONG_TURN, Node
 from only_one.connections.server import Server, eviction_warning
 from only_one.connections.server_features import is_forbidden, is_of_another_type
 from only_one.events import log, logger
@@ -25,7 +25,7 @@ from only_one.threads import start_native_thread
 
 from .commands import RENEW
 from .lease import Lease
-from .pending_releases import PendingRelease, PendingReleases
+from .pending_releases import PendingRelease, PendingReleases, send_in_turn
 
 _LOOKED_AT_AGAIN_AFTER = 60.0
 """Seconds until a server that could not be asked for its eviction policy is asked again."""
@@ -100,15 +100,15 @@ class _Renewer:
                 self.ended.get(timeout=1)
 
     def take_turn(self) -> None:
-        """Do all that is due, then sleep. An error in one step does not keep the other steps from their turn."""
-        for step in (
-            self.renew_all_that_is_due,
-            self.pending_releases.release_due,
-            self.look_at_a_new_server,
-            self.sleep,
-        ):
+        """Do all that is due, then sleep. An error in one step does not keep the other steps from their turn.
+
+        A step that leaves something due ends the turn: leases that have become due meanwhile go before that.
+        """
+        steps = self.renew_due, self.pending_releases.release_due, self.look_at_a_new_server, self.sleep
+        for step in steps:
             try:
-                step()
+                if step():
+                    return
             except BaseException:  # noqa: BLE001 - all later leases need this thread
                 with suppress(Exception):  # there may be no memory for the log either
                     log_beside(logging.ERROR, "the thread that renews goes on after:\n%s", traceback.format_exc())
@@ -159,16 +159,8 @@ class _Renewer:
             node.fail()
             server.looked_at_from = now() + _LOOKED_AT_AGAIN_AFTER
 
-    def renew_all_that_is_due(self) -> None:
-        while self.renew_what_is_due():
-            pass
-
-    def renew_what_is_due(self) -> bool:
-        """Renew the leases that are due, in one trip to each node, for as long as a turn may take.
-
-        Returns:
-            Whether some leases are left. Leases that have become due meanwhile may go before them.
-        """
+    def renew_due(self) -> bool:
+        """Renew the leases that are due, and note which are lost by the clock; returns whether some are left."""
         moment = now()
         due: list[Lease] = []
         for lease in self.held():
@@ -177,18 +169,11 @@ class _Renewer:
             # A renewal may come early by a fiftieth of the lease, to go with others in one trip.
             elif lease.renews and lease.renew_at <= moment + lease.ttl / 50:
                 due.append(lease)
-        left, until = trips(due), now() + LONG_TURN
-        while left and now() <= until:
-            self.renew(*left.pop(0))
-        return bool(left)
+        return send_in_turn(due, self.renew)
 
     def renew(self, node: Node, leases: list[Lease]) -> None:
         """Renew leases of one node in one trip, and note the result of each."""
         sent = now()
-        if node.backs_off_until > sent:
-            for lease in leases:
-                lease.renew_at = min(node.backs_off_until, lease.expires_at)
-            return
         ttls = {lease: max(0.001, min(lease.ttl, lease.ends_at - sent)) for lease in leases}
         commands = [RENEW.command((each.key,), each.token, round(ttl * 1000)) for each, ttl in ttls.items()]
         replies = node.send(commands, _pause(leases))
@@ -206,7 +191,7 @@ class _Renewer:
         is_trouble = isinstance(reply, Exception) and not is_of_another_type(reply)
         lease.trouble = reply.with_traceback(None) if is_trouble else None
         if lease.trouble:
-            lease.renew_at = min(now() + _pause([lease]), lease.expires_at)
+            lease.put_off(now() + _pause([lease]))
         elif isinstance(reply, int):
             lease.lives_on(sent, ttl)
         else:
@@ -282,9 +267,8 @@ def hold(lease: Lease) -> None:
 
 
 def let_go(lease: Lease) -> None:
-    """Renew ``lease`` no more. The run's result must not live until garbage is collected, so ``on_loss`` is emptied."""
+    """Renew ``lease`` no more."""
     _renewer.leases.pop(lease.token, None)
-    lease.on_loss.clear()
 
 
 def release_at_exit(pending: PendingRelease) -> None:

@@ -45,7 +45,7 @@ def test_which_leases_are_renewed_and_which_not_yet(watch: Watch, redis_url: str
     due.renew_at = MOMENT + SOON
     late.renew_at = math.nextafter(MOMENT + SOON, math.inf)
     plain.renew_at = MOMENT
-    assert watch.renewer.renew_what_is_due() is False
+    assert watch.renewer.renew_due() is False
     assert keys(node(server).trips) == [["due"]]
     assert (due.expires_at, due.renew_at) == (MOMENT + TTL, MOMENT + TTL / 3)
     assert late.renew_at > MOMENT + SOON
@@ -65,7 +65,7 @@ def test_a_lease_that_is_lost_by_the_clock(
     lock.on_loss.append(lambda lost: told.append((lost.reason, threading.current_thread().name)))
     watch.clock.moment += TTL
     lock.renew_at = MOMENT
-    assert watch.renewer.renew_what_is_due() is False
+    assert watch.renewer.renew_due() is False
     assert (lock.reason, lock.value, node(server).trips) == (reason, b"", [])
     assert eventually(lambda: told == [(reason, "only_one-lost")])
     assert watch.renewer.held() == []
@@ -103,7 +103,7 @@ def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> N
         watch.clock.moment = lock.renew_at = moment
         lock.expires_at = moment + 0.25
         watch.redis.persist(lock.key)
-        watch.renewer.renew_what_is_due()
+        watch.renewer.renew_due()
         assert (lock.expires_at, lock.renew_at) == (expires_at, renew_at)
         assert (expires_at - moment - LIMIT) * 1000 < watch.redis.pttl(lock.key) <= (expires_at - moment) * 1000
 
@@ -118,10 +118,11 @@ def test_a_trip_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_u
             watch.pending(server, str(server)).try_at = watch.clock.moment
         for server in servers[::2]:
             node(server).takes = takes
-        assert watch.renewer.renew_what_is_due() is (0 in trips)
+        assert watch.renewer.renew_due() is (0 in trips)
         watch.renewer.pending_releases.release_due()
         assert [len(node(server).trips) for server in servers] == trips * 2
-        watch.renewer.renew_all_that_is_due()
+        while watch.renewer.renew_due():
+            pass
         watch.renewer.pending_releases.release_due()
         assert [len(node(server).trips) for server in servers] == [1] * 4
 
@@ -147,7 +148,7 @@ def test_a_renewal_that_fails_is_tried_again_after_a_tenth_of_the_lease(watch: W
     for _ in range(2):
         for lock in (*locks, brief):
             lock.renew_at = MOMENT
-        watch.renewer.renew_what_is_due()
+        watch.renewer.renew_due()
         assert [lock.renew_at - MOMENT for lock in locks] == pytest.approx([0.8, 0.2, 1.0])
         assert brief.renew_at == brief.expires_at
         assert node(server).backs_off_until == pytest.approx(MOMENT + 0.2)
@@ -169,7 +170,7 @@ def test_why_a_renewal_failed(watch: Watch, caplog: pytest.LogCaptureFixture, st
         for lock in locks:
             lock.trouble = lock.trouble if reason == "the same" else reason
             lock.renew_at = node(server).backs_off_until = MOMENT
-        watch.renewer.renew_what_is_due()
+        watch.renewer.renew_due()
         assert all(isinstance(lock.trouble, redis_py.ConnectionError) for lock in locks)
         assert [(name, run.func) for name, run, *_ in started] == [("only_one-log", log)] * logged
         down_error = lock.trouble
@@ -178,7 +179,7 @@ def test_why_a_renewal_failed(watch: Watch, caplog: pytest.LogCaptureFixture, st
             lock.renew_at = node(server).backs_off_until = MOMENT
         refusals = [NoPermissionError("no permissions"), ResponseError(other)]
         server._nodes.send = lambda *_, refusals=refusals: refusals
-        watch.renewer.renew_what_is_due()
+        watch.renewer.renew_due()
     refused = "cannot be renewed, and will be lost, as the server refuses a command to its user: no permissions"
     advice = "give it what docs/access-rights.md lists, or write timeout= and no lease="
     again = "could not be renewed, and will be tried again"
@@ -197,11 +198,11 @@ def test_a_node_that_backs_off_is_not_asked(watch: Watch, redis_url: str) -> Non
     node(server).backs_off_until = MOMENT + 2
     brief.expires_at = MOMENT + 1
     lock.renew_at = brief.renew_at = MOMENT
-    watch.renewer.renew_what_is_due()
+    watch.renewer.renew_due()
     assert (lock.renew_at, brief.renew_at, node(server).trips) == (MOMENT + 2, MOMENT + 1, [])
     watch.clock.moment += 2
     brief.expires_at = MOMENT + 3
-    watch.renewer.renew_what_is_due()
+    watch.renewer.renew_due()
     assert keys(node(server).trips) == [["lock", "brief"]]
 
 
@@ -354,9 +355,9 @@ def test_a_step_that_fails_is_logged_and_the_next_waits_a_moment(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, fails: int
 ) -> None:
     taken = Mock()
-    steps = ("renew_all_that_is_due", "pending_releases.release_due", "look_at_a_new_server", "sleep")
+    steps = ("renew_due", "pending_releases.release_due", "look_at_a_new_server", "sleep")
     for number, name in enumerate(steps):
-        step = Mock(side_effect=ZeroDivisionError if number == fails else None)
+        step = Mock(return_value=False, side_effect=ZeroDivisionError if number == fails else None)
         taken.attach_mock(step, f"step_{number}")
         monkeypatch.setattr(f"only_one.lock.renewal._renewer.{name}", step)
     monkeypatch.setattr(renewal, "time", taken.time)
@@ -370,6 +371,10 @@ def test_a_step_that_fails_is_logged_and_the_next_waits_a_moment(
     level, text, trace = taken.log.call_args.args
     assert (level, text) == (logging.ERROR, "the thread that renews goes on after:\n%s")
     assert "ZeroDivisionError" in trace
+    taken.reset_mock()
+    getattr(taken, f"step_{fails}").configure_mock(return_value=True, side_effect=None)
+    watch.renewer.take_turn()  # this step has left something, which waits until leases have had another turn
+    assert [name for name, _, _ in taken.mock_calls] == in_turn[: fails + 1]
 
 
 def test_the_thread_ends_when_it_is_told_to() -> None:

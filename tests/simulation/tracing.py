@@ -116,7 +116,7 @@ EXCEPTIONS = {
     'msg = "current_lock() was called outside': "a mistake of the user, who is told at once",
     "self.end(next(iter([*self.values()])": "10,000 pending releases at a time",
     'if has_expired or result.status == "taken":': "redis-py's own Lock.release, which no call uses",
-    "while self.renew_what_is_due():  # pass": "more than 500 leases in a process",
+    "if step():  # return": "more than 500 leases in a process",
     'sys.modules.keys() & {"gevent.monkey"': "gevent and eventlet",
     "while not self.is_ending:": "the same: they end the thread",
     "if not self.vacancy:  # def end": "the same",
