@@ -120,7 +120,7 @@ def use_tasks(client: Any, url: str) -> None:
     for commands_ in (
         redelivery.read_marker(key, marker, 60),
         evaluate(redelivery.REQUEUED, key, 1, 60_000, beside=(marker,)),
-        commands.release(server.features, key, b"ours", MarkerUpdate(marker, 60_000)),
+        commands.end(server.features, key, b"ours", marker=MarkerUpdate(marker, 60_000)),
         commands.end(server.features, key, b"ours", Retained(b"kept", now() + 1), MarkerUpdate(marker, 60_000)),
         evaluate(redelivery.STORED, key, beside=(marker,)),
         redelivery.read_marker(key, marker, 0),

@@ -123,15 +123,6 @@ elseif value and has_note then
 end""")
 
 
-def release_command(features: Features, key: Key, token: bytes) -> Command:
-    """The command that deletes ``key`` if it holds ``token``, among those that the server knows."""
-    if features.release == "DELIFEQ":
-        return ("DELIFEQ", key, token)
-    if features.release == "DELEX":
-        return ("DELEX", key, "IFEQ", token)
-    return _RELEASE.command((key,), token, -1)
-
-
 @lru_cache(maxsize=100)
 def _expiry_in(seconds: float) -> tuple[bytes, bytes]:
     """The expiry of a key as SET takes it, in bytes, which cost redis-py less than a str and an int."""
@@ -169,39 +160,6 @@ def acquire(features: Features, key: Key, token: bytes, seconds: float | None) -
     return b""
 
 
-def release(features: Features, key: Key, token: bytes, marker: MarkerUpdate | None = None) -> Commands[ReleaseResult]:
-    """Delete a key if it is ours.
-
-    Args:
-        features: the commands that the server knows.
-        key: the key as it is in Redis.
-        token: the value with which it was acquired.
-        marker: the completion marker, which tells redeliveries of a task's message that its run has ended.
-
-    Returns:
-        The result: released, missing, or owned by another.
-
-    Raises:
-        ResponseError: if the server refuses each of our commands.
-    """
-    while marker is None and features.release != "EVAL":
-        command = release_command(features, key, token)
-        try:
-            reply = yield command
-        except ResponseError as error:
-            if not features.fall_back(command[0], error):
-                raise
-        else:
-            if reply != 0:
-                return parse_result(reply)
-            # The native commands do not say who owns a key that is not ours.
-            value = yield ("GET", key)
-            # Our own token is there again if the first of two SETs has arrived only now.
-            return ReleaseResult("gone") if value == token else parse_result(value)
-    keys, lasts = ((key, marker.name), marker.lasts) if marker else ((key,), -1)
-    return parse_result((yield _RELEASE.command(keys, token, lasts)))
-
-
 def parse_result(reply: int | bytes | None) -> ReleaseResult:
     """The result of a release, by the reply: a number if the key was ours, else the value that is stored there."""
     if isinstance(reply, bytes):
@@ -218,7 +176,7 @@ def replacement(
         key: the key as it is in Redis.
         token: the value before.
         new: the value after.
-        marker: as for ``release``.
+        marker: as for ``end``.
         may_be_missing: whether to store the value also at a key that is missing by now. Never if it names a task that
             waits: its run may have released the key meanwhile.
     """
@@ -233,15 +191,49 @@ def replace(key: str, old: bytes, new: bytes, seconds: float) -> Commands[Releas
     return parse_result((yield replacement(key, old, Retained(new, now() + seconds))))
 
 
+def release_command(features: Features, key: Key, token: bytes, marker: MarkerUpdate | None = None) -> Command:
+    """The command that deletes ``key`` if it holds ``token``, among those that the server knows."""
+    if marker is not None:
+        return _RELEASE.command((key, marker.name), token, marker.lasts)
+    if features.release == "DELIFEQ":
+        return ("DELIFEQ", key, token)
+    if features.release == "DELEX":
+        return ("DELEX", key, "IFEQ", token)
+    return _RELEASE.command((key,), token, -1)
+
+
 def end(
-    features: Features, key: str, token: bytes, retained: Retained | None, marker: MarkerUpdate | None
+    features: Features, key: Key, token: bytes, retained: Retained | None = None, marker: MarkerUpdate | None = None
 ) -> Commands[ReleaseResult]:
-    """If a key is ours, delete it, or store a retained value that has time left in place of the token."""
-    before = unanswered.get()
-    if retained and retained.until > now():
-        result = parse_result((yield replacement(key, token, retained, marker)))
-    else:
-        result = yield from release(features, key, token, marker)
+    """Delete a key if it is ours, or store a retained value that has time left in place of the token.
+
+    Args:
+        features: the commands that the server knows.
+        key: the key as it is in Redis.
+        token: the value with which it was acquired.
+        retained: the value to store; None to delete the key.
+        marker: the completion marker, which tells redeliveries of a task's message that its run has ended.
+
+    Returns:
+        The result: released, missing, or owned by another.
+
+    Raises:
+        ResponseError: if the server refuses each of our commands.
+    """
+    before, stores = unanswered.get(), retained if retained and retained.until > now() else None
+    while True:
+        command = replacement(key, token, stores, marker) if stores else release_command(features, key, token, marker)
+        try:
+            reply = yield command
+            break
+        except ResponseError as error:
+            if not features.fall_back(command[0], error):
+                raise
+    if reply == 0:  # the native commands do not say who owns a key that is not ours
+        reply = yield ("GET", key)
+        if reply == token:  # it is there again, because the first of two SETs has arrived only now
+            reply = None
+    result = parse_result(reply)
     if result.status == "taken" and unanswered.get() != before:
         return ReleaseResult("gone")  # the first of two releases has released the key, and another call has acquired it
     return result
@@ -254,4 +246,4 @@ def evaluate(script: Script, key: Key, *args: bytes | str | int, beside: tuple[s
 
 def release_now(client: Any, features: Features, key: Key, token: bytes) -> ReleaseResult:
     """Delete a key if it holds ``token``, and return the result."""
-    return drive(client, release(features, key, token))
+    return drive(client, end(features, key, token))

@@ -58,7 +58,7 @@ class _Common:
         return (yield from commands.acquire(self.features, self.name, token, self.timeout or None)) is None
 
     def _release(self: Any, token: bytes) -> Commands[None]:
-        result = yield from commands.release(self.features, self.name, token)
+        result = yield from commands.end(self.features, self.name, token)
         # A key that is missing before its expiry was deleted by a release of ours whose reply was lost.
         has_expired = result.status == "gone" and now() >= self.expires_at
         if has_expired or result.status == "taken":

@@ -224,7 +224,7 @@ def test_a_token_is_replaced_if_it_is_ours_or_has_been_replaced_before(direct: A
         for steps in (
             commands.replace(key, b"ours", b"kept", 60),
             commands.end(Features(), key, b"ours", retained, marker),
-            commands.release(Features(), key, b"ours", marker),
+            commands.end(Features(), key, b"ours", None, marker),
         ):
             assert driver.drive(direct, steps) == ("taken", value, False)
         assert direct.get(key) == value
@@ -252,7 +252,7 @@ def acquire_on_old() -> Commands[bytes | None]:
 
 def first_release() -> Commands[ReleaseResult]:
     """Release on a server of which nothing is known."""
-    return commands.release(Features(), "k", b"ours")
+    return commands.end(Features(), "k", b"ours")
 
 
 @pytest.mark.parametrize(
