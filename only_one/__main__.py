@@ -55,11 +55,12 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
     return 2
 
 
-def _print(line: str, *, is_problem: bool = False) -> None:
-    """Print a line. If the reader has closed the pipe, as ``head`` does, go on without output."""
+def _print(*lines: str, is_problem: bool = False) -> None:
+    """Print lines. If the reader has closed the pipe, as ``head`` does, go on without output."""
     out = sys.stderr if is_problem else sys.stdout
     try:
-        print(line, file=out, flush=True)
+        for line in lines:
+            print(line, file=out, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
@@ -85,13 +86,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--json", action="store_true", help="one line of JSON")
 
     about = "release keys; the runs that hold them go on, and learn it"
-    add = commands.add_parser("release", help=about, parents=[everywhere]).add_argument
-    add("keys", nargs="*", metavar="key", help="a key, with or without the prefix")
-    add("--force", action="store_true", help="also where the holder is not known to be dead")
+    release = commands.add_parser("release", help=about, parents=[everywhere])
+    add = release.add_mutually_exclusive_group(required=True).add_argument
+    add("keys", nargs="*", default=[], metavar="key", help="a key, with or without the prefix")
     add("--dead", action="store_true", help="all keys whose holder is certainly dead, seen from here")
     queued = "all keys whose task has been queued for longer than this and is in no worker: 600, 90m, 2h, 1d"
     add("--queued", type=_seconds, metavar="OLDER_THAN", help=queued)
-    add("--match", default="*", metavar="PATTERN", help="with these two: only keys of this pattern")
+    release.add_argument("--match", default="*", metavar="PATTERN", help="with these two: only keys of this pattern")
+    release.add_argument("--force", action="store_true", help="also where the holder is not known to be dead")
     return parser
 
 
@@ -120,8 +122,7 @@ def _list(given: argparse.Namespace, app: Any) -> int:
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     else:
         lines = ["\t".join(row) for row in rows]
-    for line in lines:
-        _print(line)
+    _print(*lines)
     return 0
 
 
@@ -130,27 +131,22 @@ def _show(given: argparse.Namespace, app: Any) -> int:
     if entry is None:
         _print(f"{printable(given.key)} is free", is_problem=True)
         return 1
-    if given.json:
-        _print(json.dumps(_facts(entry)))
-    else:
-        for name, value in _facts(entry).items():
-            _print(f"{name.replace('_', ' ') + ':':<12} {_cell(value, name)}")
+    facts = _facts(entry)
+    lines = [f"{name.replace('_', ' ') + ':':<12} {_cell(value, name)}" for name, value in facts.items()]
+    _print(*[json.dumps(facts)] if given.json else lines)
     return 0
 
 
 def _release(given: argparse.Namespace, app: Any) -> int:
-    if given.dead + (given.queued is not None) + bool(given.keys) != 1:
-        wanted = "the keys that are to be freed, or --dead for all whose holder is dead"
-        _print(f"write {wanted}, or --queued 2h for all that have been queued for longer", is_problem=True)
-        return 2
+    def is_meant(entry: Held) -> bool:
+        if given.dead:
+            return entry.process == "dead"
+        facts = _facts(entry)
+        return facts["state"] == "queued" and facts["age"] > given.queued
+
     if given.keys:
         return max([_free(key, _find(key, app), app, force=given.force) for key in given.keys])
-    if given.dead:
-        meant = [each for each in held(given.match, app=app) if each.process == "dead"]
-    else:
-        before = time.time() - given.queued
-        queued = [each for each in held(given.match, app=app) if each.holder and each.holder.state == "queued"]
-        meant = [each for each in queued if each.holder and each.holder.since < before]
+    meant = [each for each in held(given.match, app=app) if is_meant(each)]
     if not meant:
         _print("no such key is held, and none was freed", is_problem=True)
     return max([_free(each.key, each, app, force=given.force) for each in meant], default=0)
@@ -187,20 +183,17 @@ _NOT_DEAD = {"alive": "alive", "unknown": "not known to be dead"}
 
 def _facts(entry: Held) -> dict[str, Any]:
     """The facts about a key, None if unknown."""
-    holder = entry.holder
-    free_by = _free_by(entry)
+    holder: dict[str, Any] = vars(entry.holder) if entry.holder else {"state": "foreign"}
+    shown = {"state": "state", "task": "name", "id": "task_id", "host": "host", "pid": "pid"}
+    since = holder.get("since")
     return {
         "key": entry.key,
-        "state": holder.state if holder else "foreign",
-        "task": holder.name if holder else None,
-        "id": holder.task_id if holder else None,
-        "host": holder.host if holder else None,
-        "pid": holder.pid if holder else None,
-        "since": _time(holder.since) if holder else None,
-        "age": max(0, round(time.time() - holder.since)) if holder else None,
-        "free_by": None if free_by is None else _time(free_by),
+        **{column: holder.get(name) for column, name in shown.items()},
+        "since": _time(since),
+        "age": None if since is None else max(0, round(time.time() - since)),
+        "free_by": _time(_free_by(entry)),
         "process": entry.process,
-        "attempt": holder.attempt if holder else None,
+        "attempt": holder.get("attempt"),
         "expires_in": entry.expires_in,
         "value": _value(entry),
     }
@@ -222,9 +215,9 @@ def _value(entry: Held) -> str:
     return entry.value.decode(errors="backslashreplace") if entry.value else "a value of another type"
 
 
-def _time(moment: float) -> str | None:
-    """A time in this machine's zone, with the offset from UTC; None for a number that cannot be a time."""
-    with suppress(ValueError, OverflowError, OSError):
+def _time(moment: Any) -> str | None:
+    """A time in this machine's zone, with the offset from UTC; None for None, and a number that cannot be a time."""
+    with suppress(TypeError, ValueError, OverflowError, OSError):
         return datetime.fromtimestamp(moment, timezone.utc).astimezone().isoformat(timespec="seconds")
     return None
 
