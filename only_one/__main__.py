@@ -142,7 +142,7 @@ def _release(given: argparse.Namespace, app: Any) -> int:
         if given.dead:
             return entry.process == "dead"
         facts = _facts(entry)
-        return facts["state"] == "queued" and facts["age"] > given.queued
+        return facts["state"] == "queued" and bool(facts["age"] > given.queued)
 
     if given.keys:
         return max([_free(key, _find(key, app), app, force=given.force) for key in given.keys])

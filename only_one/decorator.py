@@ -346,31 +346,21 @@ def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signatur
     return f"{module}.{function.__qualname__}"
 
 
-_HAS_ANNOTATIONS = {"__annotations__", "__annotate_func__"}  # the second from Python 3.14 on
-"""The names of which the code of a class uses one if the class has annotations."""
-
-
 def _check_method(function: Callable[..., Any], first: str) -> None:
-    """Refuse ``{md5}`` above a method of a plain class: the object is an argument too, and has no digest.
+    """Refuse ``{md5}`` above a method: the object is an argument too, and has no digest that says what is meant.
 
-    Exceptions: a class with annotations may become a dataclass, whose objects have a digest; and ``run`` may
-    be the method of a task, which is no part of the key.
+    Exception: ``run`` may be the method of a task, which is no part of the key.
 
     Raises:
         KeyTemplateError: for such a method; the message says what to write instead.
     """
     owner, _, name = function.__qualname__.rpartition(".")
-    body = inspect.currentframe()
-    while body is not None and body.f_locals.get("__qualname__") != owner:
-        body = body.f_back
-    if body is None:
-        return
-    has_annotations = not _HAS_ANNOTATIONS.isdisjoint(body.f_code.co_names)
-    may_have_digest = name == "run" or has_annotations
-    if first == "self" and may_have_digest:
+    is_method = owner and not owner.endswith("<locals>")
+    may_be_task = first == "self" and name == "run"
+    if may_be_task or not is_method:
         return
     key = f"{name}:{{self.id}}" if first == "self" else name
     problem = f"{{md5}} above the method {function.__qualname__} would be of its {first}, too"
     instead = f"write a key that says which calls exclude each other, such as @only_one('{key}')"
-    msg = f"{problem}, which has no stable digest: {instead}"
+    msg = f"{problem}: {instead}"
     raise KeyTemplateError(msg)

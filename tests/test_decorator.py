@@ -112,7 +112,7 @@ def test_methods_whose_object_has_a_digest_or_is_a_task(prefix: str) -> None:
     class Feed:
         url: str
 
-        @only_one
+        @only_one("{self:md5}")
         def load(self) -> str:
             return own_key()
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from only_one import only_one, subscribe
-from only_one.errors import KeyTemplateError
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 14), reason="Python evaluates them where they are written")
 
@@ -17,14 +16,6 @@ SOURCE = """
 def decorated(order: Later, count: int = 1) -> Later: ...
 def key_of_order(order: Later, count: int) -> str: return f"order-{order}"
 def hook(event: Later) -> None: ...
-
-class With:
-    def method(self, order: Later) -> None: ...
-    decorated = only_one("order:{md5}")(method)
-    id: int
-
-class Without:
-    def method(self, order: Later) -> None: ...
 """
 
 
@@ -42,9 +33,3 @@ def test_a_function_a_key_and_a_hook_may_have_annotations_that_are_defined_later
     parameters = inspect.signature(decorated).parameters
     assert list(parameters) == ["order", "count"]
     assert parameters["count"].annotation is int
-
-
-def test_a_class_with_annotations_may_become_a_dataclass_and_others_are_refused() -> None:
-    assert run_as_module(SOURCE)["With"].decorated.__only_one__
-    with pytest.raises(KeyTemplateError, match="no stable digest"):
-        run_as_module(f"{SOURCE}\n    only_one('order:{{md5}}')(method)")
