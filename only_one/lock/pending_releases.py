@@ -73,8 +73,10 @@ class PendingRelease:
         self.pause *= 2
         if isinstance(reply, Exception):
             self.pause = min(self.pause, 1.0)
+        # A try that was due at the end has been the last. If the process was paused meanwhile, that is yet to come.
+        was_last = self.try_at >= self.until
         self.try_at = min(moment + self.pause, self.until)
-        return moment >= self.until
+        return was_last
 
 
 def send_in_turn(due: Iterable[Any], send: Callable[[Node, list[Any]], object]) -> bool:

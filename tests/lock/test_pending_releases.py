@@ -49,12 +49,16 @@ def test_when_a_pending_release_is_tried_again(
         assert pending.try_at == MOMENT + (pending.pause if pause > 0.05 else 0)
 
 
-def test_a_pending_release_is_tried_once_more_when_the_token_has_expired(watch: Watch, redis_url: str) -> None:
+@pytest.mark.parametrize("paused", [0, 60], ids=["", "though the process was paused while it waited for a reply"])
+def test_a_pending_release_is_tried_once_more_when_the_token_has_expired(
+    watch: Watch, redis_url: str, paused: float
+) -> None:
     """Or a SET that has come since the time before would keep the key for a whole lease."""
     left = watch.pending(watch.server(redis_url), no_write_in_flight=False)
     left.pause, left.until = 0.5, MOMENT + 0.75
+    watch.clock.moment += paused
     assert not left.note_reply(("DELIFEQ", "k"), 0)
-    watch.clock.moment = left.try_at
+    watch.clock.moment = max(watch.clock.moment, left.try_at)
     assert left.try_at == MOMENT + 0.75
     assert left.note_reply(("DELIFEQ", "k"), 0)
 
