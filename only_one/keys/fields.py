@@ -72,6 +72,12 @@ class Arguments:
         # By the number of arguments that are given by position.
         self._others = [_others(parameters[given:]) for given in range(positions + 1)]
 
+    def example(self) -> BoundArguments:
+        """A call with an argument for each parameter but ``*args`` and ``**kwargs``."""
+        example, kinds = self.call.bind_partial(), BY_POSITION + BY_NAME
+        example.arguments = {name: None for name, each in self.call.parameters.items() if each.kind in kinds}
+        return example
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundArguments:
         """The call with every default applied.
 

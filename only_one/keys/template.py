@@ -11,18 +11,7 @@ from only_one.errors import KeyTemplateError, UnkeyableArgument
 from only_one.option_values import is_async
 from only_one.signatures import signature
 
-from .fields import (
-    BY_NAME,
-    BY_POSITION,
-    RESERVED,
-    Arguments,
-    Field,
-    MakeKey,
-    escaper,
-    field_problem,
-    make_text,
-    percent_encoded,
-)
+from .fields import RESERVED, Arguments, Field, MakeKey, escaper, field_problem, make_text, percent_encoded
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -115,10 +104,8 @@ def _check_parameters(label: str, key: Callable[..., Any], arguments: Arguments)
         accepted = signature(key)
     except (TypeError, ValueError):
         return False  # a builtin such as str.join has no signature
-    parameters = arguments.call.parameters
-    example = arguments.call.bind_partial()
-    example.arguments = {name: None for name, each in parameters.items() if each.kind in BY_POSITION + BY_NAME}
-    by_name = example.arguments.keys() == parameters.keys() == accepted.parameters.keys()
+    example = arguments.example()
+    by_name = example.arguments.keys() == arguments.call.parameters.keys() == accepted.parameters.keys()
     by_name &= all(each.kind is not Parameter.POSITIONAL_ONLY for each in accepted.parameters.values())
     args, kwargs = ((), example.arguments) if by_name else (example.args, example.kwargs)
     try:
