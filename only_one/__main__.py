@@ -19,7 +19,7 @@ from redis.exceptions import RedisClusterException, RedisError
 from .errors import OnlyOneError
 from .holder import printable
 from .inspection import Held, _configured, held, held_key, release_key
-from .settings import UNSET, configure
+from .settings import configure
 
 _COLUMNS = ("key", "state", "task", "id", "host", "pid", "since", "age", "free_by", "process")
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m on
     Returns:
         The exit status: 0 if all was done, 1 if a key was not freed or not found, 2 for wrong use and trouble.
     """
-    given = _parser(program).parse_args(arguments, argparse.Namespace(redis=UNSET, prefix=UNSET))
+    given = _parser(program).parse_args(arguments, argparse.Namespace(redis=..., prefix=...))
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed, as by `>&-`
     out: Any = sys.stdout
     if hasattr(out, "reconfigure"):

@@ -19,9 +19,11 @@ from .keys.digest import importable_name
 from .keys.template import check_name, has_field
 from .option_values import Seconds
 from .policies import carry_on, fail
-from .settings import CHECKS, UNSET, Options, Unset, check
+from .settings import CHECKS, Options, check
 
 if TYPE_CHECKING:
+    from types import EllipsisType
+
     from typing_extensions import Never, TypedDict, TypeVar, Unpack
 
     P = ParamSpec("P")
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     Down = TypeVar("Down", default=Never, covariant=True)  # noqa: PLC0105
     Async = Callable[P, Coroutine[Any, Any, R]]
     Key = str | Callable[..., str]
-    Time = Seconds | Unset | None
+    Time = Seconds | EllipsisType | None
 
     class Keywords(TypedDict, Generic[Busy, Down], total=False):
         """The parameters that ``only_one`` takes by keyword only; its policies return ``Busy`` and ``Down``."""
@@ -86,18 +88,18 @@ def only_one(key: str = ..., timeout: Time = ..., **options: Unpack[Keywords[Bus
 @overload
 def only_one(*, key: Key, timeout: Time = ..., **options: Unpack[Keywords[Busy, Down]]) -> Decorator[Busy, Down]: ...
 def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position is `function_or_key`
-    function_or_key: Any = UNSET,
+    function_or_key: Any = ...,
     /,
-    timeout: Any = UNSET,
+    timeout: Any = ...,
     *,
-    key: Any = UNSET,
-    lease: Any = UNSET,
+    key: Any = ...,
+    lease: Any = ...,
     at_least: Any = 0,
-    when_busy: Any = UNSET,
+    when_busy: Any = ...,
     when_lost: Any = carry_on,
     when_down: Any = fail,
-    takeover: Any = UNSET,
-    work_id: Any = UNSET,
+    takeover: Any = ...,
+    work_id: Any = ...,
     redis: Any = None,
 ) -> Any:
     """Let only one run with the same key be under way at a time, in all processes that share a Redis server.
@@ -162,19 +164,19 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
             Each call of a Celery task that is made of an async function raises it, too, because
             Celery would not await the function.
     """
-    given = {name: value for name, value in locals().items() if name in CHECKS and value is not UNSET}
+    given = {name: value for name, value in locals().items() if name in CHECKS and value is not ...}
     if redis is None:
         del given["redis"]
     as_key = issubclass(type(function_or_key), str)  # `isinstance` would evaluate a lazy task
-    if as_key and key is not UNSET:
+    if as_key and key is not ...:
         msg = f"two keys are given, {function_or_key!r} and key={key!r}: write one of them"
         raise ConfigurationError(msg)
     if isinstance(timeout, str) and not timeout[:1].isdigit():  # a str that begins with a digit is a time
         msg = f"timeout={timeout!r} is a str: write the key first and then the seconds, only_one({timeout!r}, 300)"
         raise ConfigurationError(msg)
-    template = function_or_key if as_key else "{name}:{md5}" if key is UNSET else key
+    template = function_or_key if as_key else "{name}:{md5}" if key is ... else key
     decorate = _NoContextManager(_decorate, template, check(given, {}))
-    return decorate if as_key or function_or_key is UNSET else decorate(function_or_key)
+    return decorate if as_key or function_or_key is ... else decorate(function_or_key)
 
 
 class _NoContextManager(functools.partial[Any]):

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from types import EllipsisType
 from typing import Annotated, Any, get_type_hints
 
 from .connections.server import Source, check_source
@@ -96,15 +97,6 @@ def merge(*levels: Options) -> Settings:
     return Settings(**merged)
 
 
-class Unset:
-    """The type of ``UNSET``, which stands for "not given", because None is a value that can be given."""
-
-    def __repr__(self) -> str:
-        return "…"
-
-
-UNSET = Unset()
-
 current: Options = {}
 """The options set by ``configure``. Each change makes a new mapping, so that code which derives from it can notice."""
 
@@ -141,18 +133,18 @@ _overrides: list[_Override] = []
 
 def configure(
     *,
-    redis: Source | Unset = UNSET,
-    prefix: str | Unset = UNSET,
-    timeout: Seconds | Unset | None = UNSET,
-    lease: Seconds | Unset | None = UNSET,
-    queue_timeout: Seconds | Unset = UNSET,
-    when_busy: Callable[[Any], Any] | Unset = UNSET,
-    takeover: bool | Unset = UNSET,
-    active: bool | Unset = UNSET,
+    redis: Source | EllipsisType = ...,
+    prefix: str | EllipsisType = ...,
+    timeout: Seconds | EllipsisType | None = ...,
+    lease: Seconds | EllipsisType | None = ...,
+    queue_timeout: Seconds | EllipsisType = ...,
+    when_busy: Callable[[Any], Any] | EllipsisType = ...,
+    takeover: bool | EllipsisType = ...,
+    active: bool | EllipsisType = ...,
 ) -> AbstractContextManager[None]:
     """Set options for every decorator of this process that does not give them itself.
 
-    Options that are not given keep their values.
+    Options that are not given keep their values; ``...`` stands for those, because None is a value.
     As a context manager, ``configure`` restores the previous options at the end of the block.
 
     Args:
@@ -178,7 +170,7 @@ def configure(
         ConfigurationError: for a value that cannot work; then nothing is changed.
     """
     global current  # noqa: PLW0603 - see its docstring
-    given = {name: value for name, value in locals().items() if value is not UNSET}
+    given = {name: value for name, value in locals().items() if value is not ...}
     with _lock:
         override = _Override(check(given, current))
         _overrides.append(override)
