@@ -20,7 +20,7 @@ from only_one.holder import Holder, Work, work_held_by
 from only_one.lock.commands import release_now, replace
 from only_one.lock.liveness import is_dead
 from only_one.lock.pending_releases import PendingRelease
-from only_one.lock.renewal import release_later
+from only_one.lock.renewal import is_to_be_released, release_later
 from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing, redelivery
@@ -129,9 +129,10 @@ class Publication(TaskCaller):
         return call.options.when_busy or self._existing
 
     def can_take_queued(self, call: Call, value: bytes) -> bool:
-        """A task that waits in its queue keeps its key, unless a worker has received it and died."""
+        """A task that waits in its queue keeps its key, unless its ``delay()`` failed here, or its worker died."""
         # A duplicate should not pay for parsing the value twice, so this looks for the word in it first.
-        return call.options.takeover and b'"received"' in value and is_dead(value)
+        is_lost = call.options.takeover and b'"received"' in value and is_dead(value)
+        return is_lost or is_to_be_released(value)
 
     def requeue(self, call: Call, how: RequeueRequest) -> Any:
         """Give a duplicate its result: nothing can be requeued yet. ``retry()`` may be configured for all tasks.

@@ -277,6 +277,12 @@ def release_at_exit(pending: PendingRelease) -> None:
     _renewer.pending_releases[pending.token] = pending
 
 
+def is_to_be_released(token: bytes) -> bool:
+    """Whether the key of a call that has failed is to be released in the background."""
+    pending = _renewer.pending_releases.get(token)
+    return pending is not None and pending.retained is None
+
+
 def release_later(pending: PendingRelease) -> None:
     """Release a key in the background, repeatedly: its acquire is unconfirmed, or the server may be away."""
     util = sys.modules.get("multiprocessing.util")
