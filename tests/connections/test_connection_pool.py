@@ -183,7 +183,6 @@ def test_clients_that_are_used_as_they_are(redis_url: str, make: Callable[[str],
             assert is_idle()
             assert is_renewed(run.lock)
             assert run.lock.server.looked_at_from == math.inf
-        assert run.result == "done"
         if isinstance(client.execute_command, Mock):
             assert client.execute_command.call_args_list[0].args[0] == "SET"
 

@@ -137,22 +137,25 @@ def _state(path: Path) -> str | None:
 
 
 class Running(AbstractContextManager["Running"]):
-    """A decorated run in a thread of its own, until the end of the block.
+    """A decorated run in a thread of its own, until the end of the block, which fails if the run has.
 
     Attributes:
         lock: what `current_lock()` gave it.
         finish: set it, and the run ends.
-        result: what it returned or raised.
+        told: the reasons of its losses, as it was told of them, unless the test gives `when_lost`.
+        result: what it returned or raised; at the end of the block "done", unless the test says how it `ends`.
     """
 
     lock: Any
 
-    def __init__(self, key: str = "k", *, ends: Callable[[], object] = lambda: "done", **options: Any) -> None:
+    def __init__(self, key: str = "k", *, ends: Callable[[], object] | None = None, **options: Any) -> None:
         self.finish = threading.Event()
         self.result: Any = None
-        self._ends = ends
+        self.told: list[str] = []
+        self._is_to_be_done = ends is None
+        self._ends = ends or (lambda: "done")
         self._started = threading.Event()
-        self._call = self._decorated(key, options)
+        self._call = self._decorated(key, {"when_lost": lambda lost: self.told.append(lost.reason), **options})
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _decorated(self, key: str, options: dict[str, Any]) -> Callable[[], Any]:
@@ -188,9 +191,11 @@ class Running(AbstractContextManager["Running"]):
         assert hasattr(self, "lock"), f"it did not run: {self.result!r}"
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *details: object) -> None:
         self.finish.set()
         self.join()
+        if self._is_to_be_done and not any(details):
+            assert self.result == "done", self.result
 
 
 class RunningAsync(Running):

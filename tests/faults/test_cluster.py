@@ -193,7 +193,6 @@ def test_a_cluster_that_speaks_tls_and_lacks_a_slot_behind_other_addresses(prefi
         with connect() as client, kind(lease=60, redis=client) as run:
             assert node.client.get(run.lock.key) == run.lock.token
             assert is_renewed(node.call, run.lock)
-        assert run.result == "done"
         assert not node.client.exists(f"{prefix}k")
         assert {"SET", "DELIFEQ"} <= set(proxy.commands)
         with connect() as client:
@@ -308,7 +307,6 @@ def test_a_lost_master_costs_no_lease_on_the_others(
             assert eventually(lambda: told)
             with Running(names[2], lease=60) as again:
                 assert is_renewed(lost.call, again.lock)
-    assert [run.result for run in runs] == ["done"] * 3
     assert [each.reason for each in told] == ["deleted"] * (fault is RedisServer.kill)
     assert not any(node.client.exists(f"{prefix}{name}") for node, name in zip(cluster.nodes, names, strict=True))
 
@@ -483,7 +481,6 @@ def test_a_slot_that_moves_during_a_run(cluster: Cluster, names: list[str], pref
         for each in (key, fence):
             source.client.execute_command("MIGRATE", "127.0.0.1", target.server.port, each, 0, 2000)
         assert target.call("GET", key) == run.lock.token
-    assert run.result == "done"
     assert not target.call("EXISTS", key)
     with kind(name, lease=60, timeout=600, at_least=600, when_lost=told.append) as run:
         assert target.call("GET", key) == run.lock.token
@@ -499,7 +496,7 @@ def test_a_slot_that_moves_during_a_run(cluster: Cluster, names: list[str], pref
         sent_on = moved(source)
         assert is_renewed(target.client.execute_command, run.lock)
         assert moved(source) == sent_on > 0
-    assert (run.result, told) == ("done", [])
+    assert told == []
     assert b'"kept"' in target.client.get(key)
     assert 60_000 < target.client.pttl(key) <= 600_000
     target.client.delete(key)
@@ -651,7 +648,7 @@ def test_a_replica_is_not_asked_until_it_takes_over(prefix: str, monkeypatch: py
             assert is_renewed(replica.client.execute_command, run.lock)
             assert replica.client.get(key) == run.lock.token
             assert run.lock.fence > 0
-        assert (run.result, told) == ("done", [])
+        assert told == []
         assert eventually(lambda: not replica.client.exists(key))
         assert eventually(lambda: loop.run_until_complete(in_loop("next")) == "next")
         clients, server = vars(loop)[f"only_one_clients_{os.getpid()}"], find_server(cluster.client)

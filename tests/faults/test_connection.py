@@ -19,20 +19,15 @@ def test_a_connection_that_is_gone_for_less_than_the_lease_or_for_more(
     redis: Any, redis_url: str, way: str, kind: type[Running]
 ) -> None:
     """In between the key is kept, and then it is lost by the holder's own clock, though nobody can be asked."""
-    told: list[str] = []
-    with (
-        Proxy(redis_url) as proxy,
-        kind(lease=60, redis=proxy.url, when_lost=lambda lost: told.append(lost.reason)) as run,
-    ):
+    with Proxy(redis_url) as proxy, kind(lease=60, redis=proxy.url) as run:
         with getattr(proxy, way)():
             assert fails_to_renew(run.lock)
         assert is_renewed(run.lock)
         assert redis.get(run.lock.key) == run.lock.token
-        assert told == []
+        assert run.told == []
         with getattr(proxy, way)(), later(60):
-            assert eventually(lambda: told)
-    assert run.result == "done"
-    assert told == ["expired"]  # once, though the end found it out, too
+            assert eventually(lambda: run.told)
+    assert run.told == ["expired"]  # once, though the end found it out, too
 
 
 def test_a_server_s_name_that_moves_to_the_new_master_while_the_old_one_goes_on_as_its_replica(
@@ -54,7 +49,6 @@ def test_a_server_s_name_that_moves_to_the_new_master_while_the_old_one_goes_on_
             former.replicaof("127.0.0.1", str(new.port))
             assert fails_to_renew(run.lock)
             assert is_renewed(run.lock)
-        assert run.result == "done"
         assert eventually(lambda: not master.exists(run.lock.key))
         with kind(lease=60, redis=proxy.url) as run:
             assert master.exists(run.lock.key)

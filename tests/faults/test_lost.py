@@ -84,7 +84,6 @@ def test_a_callable_that_takes_its_time_and_raises_harms_nobody(
         caplog.clear()
         goes_on.set()
         assert eventually(lambda: caplog.records)
-    assert run.result == other.result == "done"
     assert len(told.losses) == 1
     (record,) = caplog.records
     assert record.getMessage() == f"when_lost of {kind.__module__}.{kind.__name__}._decorated.<locals>.work failed"
@@ -98,9 +97,9 @@ def test_a_callable_is_told_of_what_only_the_release_finds(
     """By a thread of its own, too, for which the call waits; and it is logged once, with what is stored there."""
     ended: list[bool] = []
     told = Told(lambda: ended.append(threading.Event().wait(0.2)))
-    with Running(lease=LONG, when_lost=told) as run:
+    with Running(lease=LONG, when_lost=told):
         redis.set(key, HAND)
-    assert (run.result, ended) == ("done", [False])
+    assert ended == [False]
     assert [(lost.key, lost.reason, lost.value) for lost in told.losses] == [(key, "taken", "by hand \\xff")]
     assert told.threads == [("only_one-lost", False)]
     assert [each.levelno for each in caplog.records] == [logging.WARNING]

@@ -12,27 +12,24 @@ from tests.renewal import is_renewed, renew_now
 
 
 def test_without_persistence_the_holder_learns_that_it_has_lost(server: RedisServer) -> None:
-    told: list[str] = []
-    with Running(lease=60, when_lost=lambda lost: told.append(lost.reason)) as run:
+    with Running(lease=60) as run:
         server.kill()
         server.start()
         renew_now(run.lock)
-        assert eventually(lambda: told)
+        assert eventually(lambda: run.told)
         # Renewal of later locks goes on, with the same connections.
         with Running("later", lease=60) as later, RunningAsync("too", lease=60) as too:
             assert is_renewed(later.lock)
             assert is_renewed(too.lock)
-    assert told == ["deleted"]
-    assert {each.result for each in (run, later, too)} == {"done"}
+    assert run.told == ["deleted"]
 
 
 def test_with_an_append_only_file_keys_are_there_again() -> None:
     """They go on falling, are renewed and released by their runs."""
-    told: list[object] = []
     with (
         redis_server("--appendonly", "yes") as server,
         redis_py.Redis.from_url(server.url) as client,
-        Running(lease=60, when_lost=told.append, redis=server.url) as run,
+        Running(lease=60, redis=server.url) as run,
     ):
         client.pexpire(run.lock.key, 50_000)
         server.kill()
@@ -43,6 +40,5 @@ def test_with_an_append_only_file_keys_are_there_again() -> None:
         assert is_renewed(run.lock)
         assert client.pttl(run.lock.key) > 50_000
         run.__exit__()
-        assert run.result == "done"
         assert not client.exists(run.lock.key)
-        assert told == []
+        assert run.told == []

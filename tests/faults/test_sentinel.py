@@ -95,14 +95,13 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
 
     And what it had not is lost: that run is told, and does not take its key from the next one.
     """
-    told: list[Any] = []
     keys = [f"{prefix}thread", f"{prefix}loop", f"{prefix}lost"]
     call = only_one(lambda: "done", key="new", lease=60)
     on_replica = watched.on_replica
     with (
-        Running("thread", lease=60, when_lost=told.append) as thread,
-        RunningAsync("loop", lease=60, when_lost=told.append) as loop,
-        Running("lost", lease=60, when_lost=told.append) as lost,
+        Running("thread", lease=60) as thread,
+        RunningAsync("loop", lease=60) as loop,
+        Running("lost", lease=60) as lost,
     ):
         assert eventually(lambda: on_replica.exists(*keys) == 3)
         assert on_replica.delete(keys[2]) == 1
@@ -120,10 +119,9 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
         assert eventually(lambda: outcome_of(only_one(lambda: "other", key="thread")) is None)
         assert eventually(lambda: outcome_of(call) == "done")
         renew_now(lost.lock)
-        assert eventually(lambda: told)
+        assert eventually(lambda: lost.told)
         on_replica.set(keys[2], "the next one")
-    assert thread.result == loop.result == lost.result == "done"
-    assert [(each.key, each.reason) for each in told] == [(keys[2], "deleted")]
+    assert [each.told for each in (thread, loop, lost)] == [[], [], ["deleted"]]
     assert on_replica.get(keys[2]) == b"the next one"
     # At once, or in the background if the run's own connection had yet to learn of the new master.
     assert eventually(lambda: not on_replica.exists(keys[0], keys[1], f"{prefix}new"))
@@ -131,9 +129,8 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
 
 def test_a_master_that_was_replaced_and_does_not_know_it_yet(watched: Watched, prefix: str) -> None:
     """A run whose key it holds is renewed and released on the new one, and is told if that has lost the key."""
-    told: list[Any] = []
     on_replica, key, lost_key = watched.on_replica, f"{prefix}k", f"{prefix}lost"
-    with Running(lease=60) as run, Running("lost", lease=60, when_lost=told.append) as lost:
+    with Running(lease=60) as run, Running("lost", lease=60) as lost:
         assert is_renewed(run.lock)
         assert eventually(lambda: on_replica.exists(key, lost_key) == 2)
         assert watched.fails_over()
@@ -142,9 +139,8 @@ def test_a_master_that_was_replaced_and_does_not_know_it_yet(watched: Watched, p
         assert is_renewed(run.lock)
         assert on_replica.pttl(key) > 30_000
         renew_now(lost.lock)
-        assert eventually(lambda: told)
-    assert [(each.key, each.reason) for each in told] == [(lost_key, "deleted")]
-    assert run.result == lost.result == "done"
+        assert eventually(lambda: lost.told)
+    assert (run.told, lost.told) == ([], ["deleted"])
     assert not on_replica.exists(key)
 
 

@@ -30,19 +30,15 @@ def jumps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("jumps")
 def test_nothing_depends_on_it(redis: Any, redis_url: str, prefix: str) -> None:
-    told: list[Any] = []
-    with (
-        Running("lease", lease=900, when_lost=told.append) as leased,
-        Running("timeout", timeout=600, when_lost=told.append) as timed,
-    ):
+    with Running("lease", lease=900) as leased, Running("timeout", timeout=600) as timed:
         for _ in range(20):
             assert is_renewed(leased.lock)
             assert 0 < leased.lock.expires_in <= 900
             assert 0 < timed.lock.expires_in <= 600
-        assert told == []
+        assert leased.told == timed.told == []
         with later(600):
-            assert eventually(lambda: told)
-        assert [(each.key, each.reason) for each in told] == [(f"{prefix}timeout", "overrun")]
+            assert eventually(lambda: timed.told)
+    assert (leased.told, timed.told) == ([], ["overrun"])
     # A key is retained for as long as it must be.
     call = only_one(lambda: "done", key="at_least", timeout=600, at_least=600)
     assert [call(), call()] == ["done", None]

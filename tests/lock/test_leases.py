@@ -24,7 +24,6 @@ from redis.retry import Retry
 
 from only_one import LockLost, LockUnavailable, only_one
 from only_one.clock import now
-from only_one.events import Event, Lost
 from only_one.lock import renewal
 from rigs.proxy import Fault, Proxy
 from rigs.servers import RedisServer
@@ -45,15 +44,10 @@ def brief_client(url: str, seconds: float = 1) -> Any:
     return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
 
 
-def losses_in(events: list[Event]) -> list[tuple[str, str]]:
-    """The keys whose loss was told, with the reasons."""
-    return sorted((event.key, event.reason) for event in events if isinstance(event, Lost))
-
-
 # Runs that are longer than their lease
 
 
-def test_runs_are_renewed_again_and_again(direct: Any, kind: type[Running], happened: list[Event]) -> None:
+def test_runs_are_renewed_again_and_again(direct: Any, kind: type[Running]) -> None:
     """In threads and in event loops, each for a whole lease, and when a third of it has gone by."""
     week = 7 * 24 * LONG
     with kind(lease=week) as run:
@@ -69,17 +63,16 @@ def test_runs_are_renewed_again_and_again(direct: Any, kind: type[Running], happ
             assert is_awaited(lock)
         assert direct.get(lock.key) == token == lock.token
     assert direct.exists(lock.key) == 0
-    assert losses_in(happened) == []
+    assert run.told == []
 
 
-def test_scripts_that_are_flushed_during_a_run(direct: Any, key: str, happened: list[Event]) -> None:
+def test_scripts_that_are_flushed_during_a_run(direct: Any, key: str) -> None:
     with Running(lease=LONG) as run:
         direct.script_flush()
         assert is_renewed(run.lock)
         direct.script_flush()
-    assert run.result == "done"
     assert direct.exists(key) == 0
-    assert losses_in(happened) == []
+    assert run.told == []
 
 
 # The thread
@@ -97,13 +90,9 @@ def no_more_threads() -> Iterator[None]:
         threading.stack_size(0)
 
 
-def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Running], happened: list[Event]) -> None:
+def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Running]) -> None:
     """The run tells of it at its end, and others are renewed as before."""
-    told: list[str] = []
-    with (
-        kind(lease=LONG, when_lost=lambda lost: told.append(lost.reason)) as run,
-        Running("other", lease=LONG) as other,
-    ):
+    with kind(lease=LONG) as run, Running("other", lease=LONG) as other:
         assert is_renewed(other.lock)
         assert is_awaited(other.lock)
         with no_more_threads():
@@ -111,12 +100,10 @@ def test_a_loss_that_no_thread_can_be_started_for(direct: Any, kind: type[Runnin
             renew_now(run.lock)
             assert eventually(lambda: not run.lock.is_held)
             assert is_renewed(other.lock)
-            assert told == []
+            assert run.told == []
             run.__exit__()
-        assert told == ["deleted"]
         assert is_renewed(other.lock)
-    assert run.result == other.result == "done"
-    assert losses_in(happened) == [(run.lock.key, "deleted")]
+    assert (run.told, other.told) == (["deleted"], [])
 
 
 @pytest.mark.parametrize("times", [{}, {"lease": 60}, {"timeout": 600, "lease": 60}, {"timeout": 600}])
@@ -185,9 +172,7 @@ def test_a_first_call_after_the_main_thread_has_ended_is_renewed_or_says_so(
 
 
 @pytest.mark.parametrize("value", [None, b"by hand", b"\xff\x00", b"", {b"a": b"1"}], ids=repr)
-def test_keys_that_are_taken_away_during_a_run(
-    direct: Any, key: str, kind: type[Running], happened: list[Event], value: Any
-) -> None:
+def test_keys_that_are_taken_away_during_a_run(direct: Any, key: str, kind: type[Running], value: Any) -> None:
     """Deleted, overwritten, or of another type: the run is told, and leaves alone what is stored by then."""
     reason = "deleted" if value is None else "taken"
     with kind(lease=LONG) as run, Running("another", lease=LONG) as another:
@@ -205,11 +190,10 @@ def test_keys_that_are_taken_away_during_a_run(
         renew_now(run.lock)
         assert is_renewed(another.lock)
         assert direct.pttl(key) <= 30_000
-    assert run.result == "done"
     assert (direct.hgetall if isinstance(value, dict) else direct.get)(key) == value
     assert direct.pttl(key) == (-2 if value is None else -1)
-    assert eventually(lambda: losses_in(happened))  # by a thread, for which the run does not wait
-    assert losses_in(happened) == [(key, reason)]
+    assert eventually(lambda: run.told)  # by a thread, for which the run does not wait
+    assert run.told == [reason]
 
 
 # Acquires that are not confirmed, and releases that fail
