@@ -146,6 +146,15 @@ def handled(handle: Callable[..., object], number: int = signal.SIGALRM) -> Iter
         signal.signal(number, before)
 
 
+def while_handling(error: type[BaseException], call: Callable[[], object]) -> None:
+    """Call where an exception is handled that a signal handler has raised before, and which is none of the call's."""
+    with handled(raises(error), signal.SIGUSR1):
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except error:
+            call()
+
+
 def is_interrupted_after(seconds: float, call: Callable[[], object]) -> bool:
     """Call, and have an alarm in the middle of it; returns whether it was interrupted."""
     try:

@@ -28,7 +28,15 @@ from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
-from tests.interruptions import Interruption, garbage_left, handled, raised_after, raises, raises_at_first
+from tests.interruptions import (
+    Interruption,
+    garbage_left,
+    handled,
+    raised_after,
+    raises,
+    raises_at_first,
+    while_handling,
+)
 from tests.lock.test_leases import RELEASES
 
 pytestmark = pytest.mark.usefixtures("prefix")
@@ -179,12 +187,8 @@ def test_a_client_that_another_thread_closes_when_a_reply_has_come(
 
 @both
 def test_a_server_that_is_down_while_what_a_signal_has_raised_is_handled(proxy: Proxy, decorate: Decorate) -> None:
-    with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), proxy.cut():
-        try:
-            signal.raise_signal(signal.SIGUSR1)
-        except SoftTimeLimitExceeded:
-            with pytest.raises(LockUnavailable):
-                decorate(lambda: "done", redis=proxy.url)()
+    with proxy.cut(), pytest.raises(LockUnavailable):
+        while_handling(SoftTimeLimitExceeded, decorate(lambda: "done", redis=proxy.url))
 
 
 raised = pytest.mark.parametrize("error", [SoftTimeLimitExceeded, TimeoutError])

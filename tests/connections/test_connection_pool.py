@@ -9,13 +9,12 @@ import gc
 import math
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +43,15 @@ from rigs.waiting import LIMIT, eventually
 from tests.clients import Subclass
 from tests.decorated import decorated
 from tests.faults.programs import Running
-from tests.interruptions import Interruption, handled, interrupt, is_interrupted_after, raised_after, raises
+from tests.interruptions import (
+    Interruption,
+    handled,
+    interrupt,
+    is_interrupted_after,
+    raised_after,
+    raises,
+    while_handling,
+)
 from tests.renewal import is_idle, is_renewed
 
 ROOT = Path(__file__).parents[2]
@@ -387,12 +394,8 @@ def test_a_command_that_times_out_is_sent_as_often_as_the_client_says(
         before = fill(pinned, 2)
         proxy.forget_commands()
         proxy.lose_reply("INCR", times=10, then="hang")
-        with handled(raises(TimeoutError), signal.SIGUSR1):
-            try:
-                signal.raise_signal(signal.SIGUSR1)
-            except TimeoutError:  # that of a signal handler, which was handled before and is none of the command's
-                with pytest.raises(redis_py.TimeoutError) as caught:
-                    pinned.send_raw(("INCR", f"{prefix}number"))
+        with pytest.raises(redis_py.TimeoutError) as caught:
+            while_handling(TimeoutError, lambda: pinned.send_raw(("INCR", f"{prefix}number")))
         assert proxy.commands == ["INCR"] * (1 + retries)
         # Not only when what was raised, and with it the call, is forgotten.
         assert pinned.kept == []
@@ -438,11 +441,7 @@ def test_a_connection_whose_closing_is_interrupted_is_closed_before_it_is_lent_a
 ) -> None:
     """Also where the exception has the id of one that was being handled when the connection was lent, and is gone."""
     monkeypatch.setattr(connection_pool, "id", bool, raising=False)
-    with suppress(Interruption):
-        try:
-            raise Interruption
-        finally:
-            echo(pinned)
+    while_handling(Interruption, lambda: echo(pinned))
     (connection,) = [each.connection for each in pinned.kept]
     close = Mock(wraps=connection.disconnect, side_effect=[Interruption, Interruption, DEFAULT])
     monkeypatch.setattr(connection, "disconnect", close)
@@ -467,11 +466,7 @@ def test_an_exception_that_is_handled_already_does_not_interrupt_the_return_of_a
         pinned.send_raw(("ECHO", "nobody's"))
     monkeypatch.undo()
     before = unanswered.get()
-    with suppress(Interruption):
-        try:
-            raise Interruption
-        finally:
-            echo(pinned)
+    while_handling(Interruption, lambda: echo(pinned))
     assert unanswered.get() == before
 
 
@@ -491,13 +486,9 @@ def test_a_command_is_not_sent_again_because_of_what_a_signal_handler_raises(
         held.let_go()
         assert echo(pinned)
         assert proxy.commands == ["ECHO", "PTTL", "ECHO"]
-        with handled(raises(error), signal.SIGUSR1):
-            try:
-                signal.raise_signal(signal.SIGUSR1)
-            except error:
-                for number in kept(pinned):
-                    redis.client_kill_filter(_id=number)
-                assert echo(pinned)
+        for number in kept(pinned):
+            redis.client_kill_filter(_id=number)
+        while_handling(error, lambda: echo(pinned))
 
 
 def test_a_forgotten_connection_is_closed_also_where_its_pool_is_locked(client: Any, pinned: PinnedClient) -> None:

@@ -30,7 +30,7 @@ from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Clients
-from tests.interruptions import Interruption, handled, interrupt, raises
+from tests.interruptions import Interruption, handled, raises, while_handling
 
 
 def ours_of(client: Any) -> Any:
@@ -256,11 +256,8 @@ def test_the_users_client_keeps_its_connections(those: Clients) -> None:
         with pytest.raises(redis_py.ResponseError, match="not an integer"):
             ours.execute_command("INCR", "k")
         client.get("k")
-        try:
-            interrupt()
-        except Interruption:
-            for _ in range(2):
-                ours.execute_command("GET", "k")
+        for _ in range(2):
+            while_handling(Interruption, lambda: ours.execute_command("GET", "k"))
         assert those.witness.info("stats")["total_connections_received"] == opened
     those.witness.delete("k")
 
@@ -298,9 +295,6 @@ def test_connections_that_others_use_are_left_to_them(those: Clients) -> None:
         if pool is not None:
             ours = one_of(pool)
             used = ours.connection
-            try:
-                interrupt()
-            except Interruption:
-                ours.close()
+            while_handling(Interruption, ours.close)
             assert used._sock is None
         assert all(each.connection._sock is not None for each in others)
