@@ -13,13 +13,13 @@ with Proxy(server.url) as proxy:
 
 from __future__ import annotations
 
-import select
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO, Literal
 from urllib.parse import urlsplit
 
@@ -29,44 +29,40 @@ if TYPE_CHECKING:
 Then = Literal["close", "hang"]
 """What comes after a loss: the connection is closed, or stays open and says nothing more."""
 
-_LINES = b"+-:_,#("
 _BULKS = b"$=!"
 _AGGREGATES = {b"*": 1, b"~": 1, b">": 1, b"%": 2, b"|": 2}
 _GREETINGS = {"HELLO", "AUTH", "CLIENT", "SELECT"}
 
 
+@dataclass(eq=False)
 class Fault:
     """What is to happen to the next commands of some names.
 
     Attributes:
         names: the commands.
+        left: how many commands it is still to meet.
         forwards: whether the server gets to see them.
         answers: whether the client gets to see the reply.
         then: what comes after a loss.
-        left: how many commands it is still to meet.
         met: set once it has met one.
+        goes_on: set once what is held up may go on.
     """
 
-    def __init__(
-        self, names: tuple[str, ...], times: int, *, forwards: bool, answers: bool, then: Then = "close"
-    ) -> None:
-        self.names = frozenset(names)
-        self.forwards = forwards
-        self.answers = answers
-        self.then = then
-        self.left = times
-        self.met = threading.Event()
-        self._goes_on = threading.Event()
-        if not answers:
-            self.let_go()
+    names: Collection[str] = ()
+    left: int = 1
+    forwards: bool = True
+    answers: bool = False
+    then: Then = "close"
+    met: threading.Event = field(default_factory=threading.Event)
+    goes_on: threading.Event = field(default_factory=threading.Event)
 
-    def wait(self) -> None:
-        """Wait until what was held up may go on."""
-        self._goes_on.wait()
-
-    def let_go(self) -> None:
+    def let_go(self) -> Self:
         """Let what is held up go on to the server, also if its client has given up."""
-        self._goes_on.set()
+        self.goes_on.set()
+        return self
+
+
+_NO_FAULT = Fault(answers=True).let_go()
 
 
 class _Closed(Exception):
@@ -98,7 +94,6 @@ class Proxy(AbstractContextManager["Proxy"]):
         self._closed = False
         self._cut = False
         self._silence: Fault | None = None
-        self._wakes, self._woken = socket.socketpair()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
 
@@ -120,11 +115,9 @@ class Proxy(AbstractContextManager["Proxy"]):
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        self._wakes.send(b".")
+        socket.create_connection(("127.0.0.1", self.port)).close()  # which wakes the acceptor
         self._acceptor.join()
         self._listener.close()
-        self._wakes.close()
-        self._woken.close()
         for fault in self._faults:
             fault.let_go()
         self._drop_connections()
@@ -154,7 +147,7 @@ class Proxy(AbstractContextManager["Proxy"]):
             times: how many commands.
             then: whether the connection is closed, or left open without a word.
         """
-        return self._add(Fault(names, times, forwards=True, answers=False, then=then))
+        return self._add(Fault(names, times, then=then).let_go())
 
     def lose_request(self, *names: str, times: int = 1, then: Then = "close") -> Fault:
         """Swallow the next commands of these names, so that the server never sees them.
@@ -164,7 +157,7 @@ class Proxy(AbstractContextManager["Proxy"]):
             times: how many commands.
             then: whether the connection is closed, or left open without a word.
         """
-        return self._add(Fault(names, times, forwards=False, answers=False, then=then))
+        return self._add(Fault(names, times, forwards=False, then=then).let_go())
 
     def hold_up(self, *names: str, times: int = 1) -> Fault:
         """Keep the next commands of these names on their way until `let_go()`, whatever their client does meanwhile.
@@ -173,7 +166,7 @@ class Proxy(AbstractContextManager["Proxy"]):
             names: commands, such as `"SET"`.
             times: how many commands.
         """
-        return self._add(Fault(names, times, forwards=True, answers=True))
+        return self._add(Fault(names, times, answers=True))
 
     def _add(self, fault: Fault) -> Fault:
         with self._lock:
@@ -199,7 +192,7 @@ class Proxy(AbstractContextManager["Proxy"]):
         Args:
             forwards: whether the server carries out the first command of each connection, and the reply is swallowed.
         """
-        self._set(silence=Fault((), 1, forwards=forwards, answers=False, then="hang"))
+        self._set(silence=Fault(forwards=forwards, then="hang").let_go())
         try:
             yield
         finally:
@@ -232,8 +225,11 @@ class Proxy(AbstractContextManager["Proxy"]):
     # The work
 
     def _accept(self) -> None:
-        while self._woken not in select.select([self._listener, self._woken], [], [])[0]:
+        while True:
             client = self._listener.accept()[0]
+            if self._closed:
+                client.close()
+                return
             if self._tls:
                 client = self._tls.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
             with self._lock:
@@ -247,96 +243,66 @@ class Proxy(AbstractContextManager["Proxy"]):
 
     def _serve(self, client: socket.socket) -> None:
         address = (self._parts.hostname or "127.0.0.1", self._parts.port or 6379)
-        try:
-            with client, socket.create_connection(address) as server:
-                server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                with self._lock:
-                    self._lines.add(server)
-                with client.makefile("rb") as asks, server.makefile("rb") as answers, suppress(_Closed, OSError):
-                    while True:
-                        self._serve_one(client, server, asks, answers)
-                with self._lock:
-                    self._lines.discard(server)
-        except OSError:
-            pass  # the server is down: the client finds its connection closed
-        finally:
+        # Where the server is down, the client finds its connection closed.
+        with client, suppress(_Closed, OSError), socket.create_connection(address) as server:
+            for line in (client, server):
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
-                self._lines.discard(client)
+                self._lines.add(server)
+            with client.makefile("rb") as asks, server.makefile("rb") as answers:
+                while True:
+                    self._serve_one(client, server, asks, answers)
 
     def _serve_one(self, client: socket.socket, server: socket.socket, asks: BinaryIO, answers: BinaryIO) -> None:
-        command, raw = _read_command(asks)
+        command = _read(asks)
         fault = self._note(command)
         time.sleep(self._delay)
-        if fault is not None:
-            fault.wait()
+        fault.goes_on.wait()
         if self._closed:
             raise _Closed
-        if fault is not None and not fault.answers:
-            if fault.forwards:
-                _forward(server, answers, raw)
-            if fault.then == "close":
-                raise _Closed
+        reply = b""
+        if fault.forwards:
+            server.sendall(command)
+            reply = _read(answers)
+        if fault.answers:
+            client.sendall(reply)
+        elif fault.then == "close":
+            raise _Closed
+        else:
             _swallow(asks)
-        client.sendall(_forward(server, answers, raw))
 
-    def _note(self, command: list[bytes]) -> Fault | None:
+    def _note(self, command: bytes) -> Fault:
         """Write down a command, and find the fault that it meets."""
-        name = command[0].decode().upper()
+        name = command.split(b"\r\n", 3)[2].decode().upper()
         with self._lock:
             self._commands.append(name)
             if self._silence:
                 return self._silence
-            fault = next((each for each in self._faults if each.left and name in each.names), None)
-            if fault is not None:
+            fault = next((each for each in self._faults if each.left and name in each.names), _NO_FAULT)
+            if fault is not _NO_FAULT:
                 fault.left -= 1
                 fault.met.set()
             return fault
 
 
-def _forward(server: socket.socket, answers: BinaryIO, command: bytes) -> bytes:
-    """Send a command on, and return the reply to it."""
-    server.sendall(command)
-    return _read_reply(answers)
-
-
-def _read_command(source: BinaryIO) -> tuple[list[bytes], bytes]:
-    """One command, in pieces and as it was sent: an array of strings, as all clients send it."""
-    head = _line(source)
-    raw, pieces = [head], []
-    for _ in range(int(head[1:])):
-        length = _line(source)
-        piece = _exactly(source, int(length[1:]) + 2)
-        raw += [length, piece]
-        pieces.append(piece[:-2])
-    return pieces, b"".join(raw)
-
-
-def _read_reply(source: BinaryIO) -> bytes:
-    """One reply as the server sent it, with the pushes and attributes in front of it."""
-    head = _line(source)
-    kind = head[:1]
-    if kind in _LINES:
-        return head
-    size = int(head[1:])
-    if kind in _BULKS:
-        return head if size < 0 else head + _exactly(source, size + 2)
-    reply = head + b"".join(_read_reply(source) for _ in range(size * _AGGREGATES[kind]))
-    return reply + _read_reply(source) if kind in b">|" else reply
-
-
-def _line(source: BinaryIO) -> bytes:
-    line = source.readline()
-    if not line.endswith(b"\r\n"):
+def _read(source: BinaryIO) -> bytes:
+    """One command or reply as it was sent, with the pushes and attributes in front of it."""
+    head = source.readline()
+    if not head.endswith(b"\r\n"):
         raise _Closed
-    return line
+    kind = head[:1]
+    if kind in _BULKS and head[1:2] != b"-":
+        return head + _exactly(source, int(head[1:]) + 2)
+    parts = int(head[1:]) * _AGGREGATES[kind] if kind in _AGGREGATES else 0
+    whole = head + b"".join(_read(source) for _ in range(parts))
+    return whole + _read(source) if kind in b">|" else whole
 
 
 def _exactly(source: BinaryIO, size: int) -> bytes:
-    found = source.read(size)
-    if len(found) < size:
+    text = source.read(size)
+    if len(text) < size:
         raise _Closed
-    return found
+    return text
 
 
 def _swallow(source: BinaryIO) -> None:

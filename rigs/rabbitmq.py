@@ -114,10 +114,7 @@ class RabbitMQ:
 @contextmanager
 def rabbitmq_server() -> Iterator[RabbitMQ]:
     """Start one for the length of a `with` block."""
-    with (
-        TemporaryDirectory(prefix="only_one-", ignore_cleanup_errors=True) as folder,
-        RabbitMQ(Path(folder)) as server,
-    ):
+    with TemporaryDirectory(prefix="only_one-", ignore_cleanup_errors=True) as folder, RabbitMQ(Path(folder)) as server:
         yield server
 
 

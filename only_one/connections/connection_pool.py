@@ -56,8 +56,8 @@ class _Pinned:
 
     def __init__(self, pool: Any) -> None:
         """Borrow a connection from the pool; before that, return all dropped connections to their pools."""
-        while _dropped:
-            with suppress(IndexError):  # another thread has returned the last one
+        with suppress(IndexError):  # none is left; another thread may return the last one, so nobody looks before
+            while True:
                 _return(*_dropped.pop())
         self.connection = pool.get_connection(*_NO_COMMAND)
         # No `__del__`: it would also run where there is no connection to drop, and an exception that a signal handler

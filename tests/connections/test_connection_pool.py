@@ -360,24 +360,6 @@ def test_connections_that_the_server_has_closed_cost_nothing(
     assert not [event for event in happened if isinstance(event, Down)]
 
 
-class ReturnedByAnother(list[Any]):
-    """The connections that were dropped, if another thread returns the last of them after the first look."""
-
-    looks = 0
-
-    def __len__(self) -> int:
-        self.looks += 1
-        return int(self.looks == 1)
-
-
-def test_a_connection_that_was_dropped_is_returned_by_one_of_two_threads(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection_pool, "_dropped", ReturnedByAnother())
-    with redis_py.Redis.from_url(redis_url) as client:
-        echo(PinnedClient(client))
-
-
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_command_that_times_out_is_sent_as_often_as_the_client_says(
     redis: Any, redis_url: str, name: str, prefix: str, retries: int

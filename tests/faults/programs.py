@@ -102,15 +102,7 @@ class Holder(Program):
         token: what is stored at the key.
     """
 
-    def __init__(
-        self,
-        url: str,
-        prefix: str,
-        *,
-        key: str = "k",
-        inside: Sequence[str] = (),
-        **options: Any,
-    ) -> None:
+    def __init__(self, url: str, prefix: str, *, key: str = "k", inside: Sequence[str] = (), **options: Any) -> None:
         """Start it; it holds the key on return.
 
         Args:
