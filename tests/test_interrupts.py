@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Collection
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import AlreadyRunning, ConfigurationError, current_lock, events, fail, only_one
 from only_one.lock import renewal
-from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import token_of_the_dead
 from tests.interruptions import (
@@ -176,25 +175,6 @@ def test_an_async_call_that_is_interrupted(redis: Any, prefix: str, kind: type[A
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
-
-
-def test_a_call_that_is_interrupted_when_its_server_goes_away(redis: Any, redis_url: str, prefix: str) -> None:
-    """The key is released, or kept for `at_least`, as soon as the server is back, and not at the end of the lease."""
-    with Proxy(redis_url) as proxy, ExitStack() as away:
-        options: dict[str, Any] = {"redis": proxy.url, "when_busy": lambda _error: "done"}
-
-        @only_one("{which}", timeout=600, at_least=300, **options)
-        def run(which: str) -> str:
-            if which != "after":
-                away.enter_context(proxy.refused())
-            return work(which)
-
-        def call(which: str) -> Any:
-            away.close()
-            return run(which)
-
-        assert [call("first"), call("after")] == ["done", "done"]
-        check_every_place(redis, prefix, AtLine, call, left=[None, RETAINED])
 
 
 # Real signals

@@ -278,12 +278,11 @@ def test_a_cluster_that_is_down_when_its_client_is_made(redis_url: str, decorate
 def test_a_lost_master_costs_no_lease_on_the_others(
     cluster: Cluster, names: list[str], prefix: str, fault: Callable[..., None], mend: Callable[..., None]
 ) -> None:
-    told: list[Any] = []
     first, second, lost = cluster.nodes
     with (
-        Running(names[0], lease=60, when_lost=told.append) as thread,
-        RunningAsync(names[1], lease=60, when_lost=told.append) as loop,
-        RunningAsync(names[2], lease=60, when_lost=told.append) as waits,
+        Running(names[0], lease=60) as thread,
+        RunningAsync(names[1], lease=60) as loop,
+        RunningAsync(names[2], lease=60) as waits,
     ):
         runs = [thread, loop, waits]
         before = [run.lock.expires_at for run in runs]
@@ -294,7 +293,7 @@ def test_a_lost_master_costs_no_lease_on_the_others(
             assert eventually(lambda: thread.lock.expires_at > before[0] and loop.lock.expires_at > before[1])
             assert is_renewed(first.call, thread.lock)
             assert is_renewed(second.call, loop.lock)
-            assert told == []
+            assert not any(run.told for run in runs)
         finally:
             mend(lost.server)
         # It is asked again as soon as it is back, and may know nothing.
@@ -304,10 +303,10 @@ def test_a_lost_master_costs_no_lease_on_the_others(
             assert eventually(lambda: is_renewed(lost.call, waits.lock))
         else:
             renew_now(waits.lock)
-            assert eventually(lambda: told)
+            assert eventually(lambda: waits.told)
             with Running(names[2], lease=60) as again:
                 assert is_renewed(lost.call, again.lock)
-    assert [each.reason for each in told] == ["deleted"] * (fault is RedisServer.kill)
+    assert [run.told for run in runs] == [[], [], ["deleted"] * (fault is RedisServer.kill)]
     assert not any(node.client.exists(f"{prefix}{name}") for node, name in zip(cluster.nodes, names, strict=True))
 
 
@@ -466,14 +465,13 @@ def test_a_slot_that_moves_during_a_run(cluster: Cluster, names: list[str], pref
 
     Before that, the key is taken over from a dead holder.
     """
-    told: list[object] = []
     (source, target, _), (name, *_) = cluster.nodes, names
     key = f"{prefix}{name}"
     fence, slot = f"{{{key}}}:fence", cluster.client.keyslot(key)
     with Holder(source.server.url, prefix, key=name, timeout=600) as holder:
         holder.kill()
     assert source.client.get(key) == holder.token
-    with kind(name, lease=60, timeout=600, when_lost=told.append) as run:
+    with kind(name, lease=60, timeout=600) as run:
         first = run.lock.fence
         assert first == int(source.client.get(fence))
         target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
@@ -481,8 +479,8 @@ def test_a_slot_that_moves_during_a_run(cluster: Cluster, names: list[str], pref
         for each in (key, fence):
             source.client.execute_command("MIGRATE", "127.0.0.1", target.server.port, each, 0, 2000)
         assert target.call("GET", key) == run.lock.token
-    assert not target.call("EXISTS", key)
-    with kind(name, lease=60, timeout=600, at_least=600, when_lost=told.append) as run:
+    assert (run.told, target.call("EXISTS", key)) == ([], 0)
+    with kind(name, lease=60, timeout=600, at_least=600) as run:
         assert target.call("GET", key) == run.lock.token
         assert is_renewed(target.call, run.lock)
         run.lock.extend(30)
@@ -496,7 +494,7 @@ def test_a_slot_that_moves_during_a_run(cluster: Cluster, names: list[str], pref
         sent_on = moved(source)
         assert is_renewed(target.client.execute_command, run.lock)
         assert moved(source) == sent_on > 0
-    assert told == []
+    assert run.told == []
     assert b'"kept"' in target.client.get(key)
     assert 60_000 < target.client.pttl(key) <= 600_000
     target.client.delete(key)
@@ -614,7 +612,6 @@ def test_a_replica_is_not_asked_until_it_takes_over(prefix: str, monkeypatch: py
     What the master had passed on is renewed at the new one, though nobody that is alive ever said MOVED. An event loop
     that knew the old one finds the new one, too, and asks past a node that has left the cluster and knows no slots.
     """
-    told: list[object] = []
     addresses = slots.Slots.addresses
     with ExitStack() as stack, closing(asyncio.new_event_loop()) as loop:
         left = "127.0.0.1", stack.enter_context(redis_server(*OPTIONS)).port
@@ -627,7 +624,7 @@ def test_a_replica_is_not_asked_until_it_takes_over(prefix: str, monkeypatch: py
         strategies = vars(redis_py.cluster).get("LoadBalancingStrategy", ())  # from redis-py 5.3 on
         options: Any = [{"read_from_replicas": True}, *({"load_balancing_strategy": each} for each in strategies)]
         connect: Any = partial(redis_py.RedisCluster, "127.0.0.1", master.server.port, decode_responses=True)
-        with Running(name, lease=600, when_lost=told.append) as run:
+        with Running(name, lease=600) as run:
             for option in options:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of the first option, in favour of the second
@@ -648,7 +645,7 @@ def test_a_replica_is_not_asked_until_it_takes_over(prefix: str, monkeypatch: py
             assert is_renewed(replica.client.execute_command, run.lock)
             assert replica.client.get(key) == run.lock.token
             assert run.lock.fence > 0
-        assert told == []
+        assert run.told == []
         assert eventually(lambda: not replica.client.exists(key))
         assert eventually(lambda: loop.run_until_complete(in_loop("next")) == "next")
         clients, server = vars(loop)[f"only_one_clients_{os.getpid()}"], find_server(cluster.client)

@@ -74,24 +74,6 @@ def test_a_lease_that_is_lost_by_the_clock(
     assert lock.on_loss
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The names of the threads that would have been started, with what they would have run."""
-    threads: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(renewal, "start_native_thread", lambda *thread: threads.append(thread))
-    return threads
-
-
-def test_a_loss_of_which_nobody_is_to_be_told_starts_no_thread(
-    watch: Watch, redis_url: str, started: list[Any]
-) -> None:
-    """A worker loses each key that it has received when the run acquires it."""
-    for reply, reason, value in [(b"another", "taken", b"another"), (None, "deleted", b"")]:
-        lock = watch.lease(watch.server(redis_url))
-        watch.renewer.note(lock, MOMENT, TTL, reply)
-        assert (lock.reason, lock.value, started) == (reason, value, [])
-
-
 def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> None:
     lock = watch.lease(watch.server(redis_url), limit=2 * TTL)
     for moment, expires_at, renew_at in [
@@ -127,15 +109,6 @@ def test_a_trip_that_takes_long_gives_others_the_next_turn(watch: Watch, redis_u
         assert [len(node(server).trips) for server in servers] == [1] * 4
 
 
-def test_many_go_in_trips_of_five_hundred(watch: Watch, redis_url: str) -> None:
-    """So that none takes long; those of a node that could not be reached come last."""
-    down, server = watch.server(redis_url), watch.server(redis_url)
-    node(down).backs_off_until = MOMENT
-    those = [SimpleNamespace(server=each, key="k") for each in [down, *[server] * 1001]]
-    trips = [(each, len(due)) for each, due in nodes.trips(those)]
-    assert trips == [*((node(server), size) for size in (500, 500, 1)), (node(down), 1)]
-
-
 # Renewals that fail
 
 
@@ -155,8 +128,10 @@ def test_a_renewal_that_fails_is_tried_again_after_a_tenth_of_the_lease(watch: W
         node(server).backs_off_until = MOMENT
 
 
-def test_why_a_renewal_failed(watch: Watch, caplog: pytest.LogCaptureFixture, started: list[Any]) -> None:
+def test_why_a_renewal_failed(watch: Watch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is logged once until the reason is another, by a thread that may take its time."""
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(renewal, "start_native_thread", lambda *thread: started.append(thread))
     server = watch.server(DOWN)
     locks = [watch.lease(server, name) for name in ("one", "two")]
     cases: list[tuple[int, Any, int]] = [
@@ -204,9 +179,6 @@ def test_a_node_that_backs_off_is_not_asked(watch: Watch, redis_url: str) -> Non
     brief.expires_at = MOMENT + 3
     watch.renewer.renew_due()
     assert keys(node(server).trips) == [["lock", "brief"]]
-
-
-# Servers that nobody has looked at
 
 
 def test_a_server_that_cannot_be_looked_at_is_in_a_minute(watch: Watch) -> None:
@@ -284,22 +256,6 @@ def test_it_sleeps_until_something_is_due(idle: Any) -> None:
     idle.woken.put(due + 1)
     idle.sleep()
     assert now() >= due == idle.wakes_at
-
-
-def test_it_sleeps_for_ever_and_is_woken_for_what_comes_sooner(idle: Any) -> None:
-    sleeper = threading.Thread(target=idle.sleep, daemon=True)
-    sleeper.start()
-    assert eventually(lambda: idle.wakes_at == math.inf)
-    far = now() + 1000
-    idle.see_to_it_by(far)
-    assert eventually(lambda: idle.wakes_at == far)
-    for due in (far, far + 1):
-        idle.see_to_it_by(due)
-        assert idle.woken.empty()
-    assert sleeper.is_alive()
-    idle.woken.put(far + 1)  # by another that has looked before
-    idle.see_to_it_by(now() - 1)
-    assert eventually(lambda: not sleeper.is_alive())
 
 
 def test_a_new_lease_wakes_the_thread_only_if_something_is_due_sooner(watch: Watch, redis_url: str) -> None:
