@@ -27,7 +27,6 @@ import redis as redis_py
 from redis.backoff import ConstantBackoff, NoBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
-from redis.sentinel import Sentinel
 
 from only_one import only_one
 from only_one.clock import now
@@ -192,11 +191,6 @@ def test_clients_that_are_used_as_they_are(redis_url: str, make: Callable[[str],
             assert run.lock.server.looked_at_from == math.inf
         if isinstance(client.execute_command, Mock):
             assert client.execute_command.call_args_list[0].args[0] == "SET"
-
-
-def test_clients_elsewhere_that_are_used_as_they_are() -> None:
-    kind: Any = Sentinel
-    assert is_used_as_it_is(kind([("127.0.0.1", 1)]).master_for("mymaster"))
 
 
 def test_a_client_of_one_connection_waits_for_no_command_of_the_user_s(redis: Any, redis_url: str, key: str) -> None:

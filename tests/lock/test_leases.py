@@ -183,8 +183,9 @@ def test_keys_that_are_taken_away_during_a_run(direct: Any, key: str, kind: type
             direct.set(key, value)
         renew_now(run.lock)
         assert eventually(lambda: not run.lock.is_held)
-        with pytest.raises(LockLost, match=reason):
+        with pytest.raises(LockLost, match=reason) as lost:
             run.lock.ensure_held()
+        assert lost.value.value == (value.decode(errors="backslashreplace") if isinstance(value, bytes) else "")
         if value is None:  # What is lost is lost, whatever becomes of the key.
             direct.set(key, run.lock.token, px=30_000)
         renew_now(run.lock)
