@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import redis as redis_py
-from redis.sentinel import Sentinel
 
 from only_one import only_one
 from only_one.connections import nodes
@@ -84,18 +83,6 @@ def test_what_is_warned_of(evicting: Any, memory: str, policy: str, warns: Any) 
     evicting.config_set("maxmemory", memory)
     evicting.config_set("maxmemory-policy", policy)
     assert bool(eviction.eviction_warning(evicting)) == warns
-
-
-def test_what_sentinels_watch_is_known_by_its_name_and_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two deployments may have one service name: each is asked, once."""
-    monkeypatch.setattr(eviction, "_asked", set())
-    told = {"maxmemory": 1, "maxmemory_policy": "allkeys-lru"}
-    monkeypatch.setattr(redis_py.Redis, "info", lambda *_: told)
-    for port in (1, 2):
-        client: Any = Sentinel([("127.0.0.1", port)]).master_for("watched")  # type: ignore[no-untyped-call]
-        warnings = [eviction.eviction_warning(client) for _ in range(2)]
-        assert str(warnings[0]).startswith(f"watched of Sentinel 127.0.0.1:{port} evicts keys")
-        assert warnings[1] is None
 
 
 def test_a_user_who_may_not_ask(evicting: Any, own_server: RedisServer) -> None:
