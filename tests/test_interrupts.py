@@ -23,7 +23,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from only_one import AlreadyRunning, ConfigurationError, current_lock, events, fail, only_one
 from only_one.lock import renewal
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import token_of_the_dead
+from tests.decorated import as_async, token_of_the_dead
 from tests.interruptions import (
     PLACES,
     AfterCall,
@@ -163,11 +163,7 @@ def test_a_first_call_that_is_interrupted(redis: Any, prefix: str) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @places
 def test_an_async_call_that_is_interrupted(redis: Any, prefix: str, kind: type[AtLine]) -> None:
-    @only_one("{which}", timeout=600)
-    async def work_async(which: str) -> str:
-        await asyncio.sleep(0)
-        return work(which)
-
+    work_async = only_one(as_async(work), key="{which}", timeout=600)
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(work_async("first"))

@@ -27,7 +27,7 @@ from only_one.driver import ServerTimeout
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT
 from tests.clients import Clients
-from tests.decorated import decorated
+from tests.decorated import as_async, decorated
 from tests.interruptions import Interruption
 
 
@@ -44,12 +44,8 @@ def named(redis: Any, redis_url: str, key: str) -> Any:
 def test_kept_connections_that_the_server_has_closed_are_replaced(redis: Any, named: Any) -> None:
     url, connections = named
 
-    async def work(number: int) -> int:
-        await asyncio.sleep(0)
-        return number
-
     async def main() -> None:
-        call = only_one(work, key="{number}", timeout=600, redis=url)
+        call = decorated(as_async(lambda number: number), "{number}", timeout=600, redis=url)
         for _ in range(5):
             assert await asyncio.gather(*map(call, range(4))) == [0, 1, 2, 3]
             assert len(connections()) <= 5, "the thread that renews has one, too"

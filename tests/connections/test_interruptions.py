@@ -30,6 +30,7 @@ from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import Clients
+from tests.decorated import as_async, decorated
 from tests.interruptions import Interruption, handled, raises, while_handling
 
 
@@ -174,19 +175,13 @@ def test_a_command_of_an_event_loop_that_is_interrupted(
         those.witness.delete(f"{prefix}k")
         assert await call() == "done"
 
-    async def work() -> str:
-        return "done"
-
     for number in moments.each():
         with those.connected() as client:
-            asyncio.run(check(number, only_one(work, key="k", timeout=600, redis=client)))
+            asyncio.run(check(number, decorated(as_async(lambda: "done"), timeout=600, redis=client)))
 
 
 @pytest.mark.usefixtures("prefix")
 def test_who_waits_for_a_connection_when_a_command_is_interrupted(redis_url: str, moments: Moments) -> None:
-    async def work(which: str) -> str:
-        return which
-
     async def check(number: int, call: Callable[[str], Awaitable[str]]) -> None:
         with moments.interrupted_at(number, Interruption):
             calls = asyncio.gather(*map(call, "abc"), return_exceptions=True)
@@ -197,7 +192,8 @@ def test_who_waits_for_a_connection_when_a_command_is_interrupted(redis_url: str
 
     for number in moments.each():
         with redis_py.Redis.from_url(redis_url, max_connections=1) as client:
-            asyncio.run(check(number, only_one(work, key="{which}", timeout=600, redis=client)))
+            call = decorated(as_async(lambda which: which), "{which}", timeout=600, redis=client)
+            asyncio.run(check(number, call))
 
 
 @pytest.fixture

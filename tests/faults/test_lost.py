@@ -19,6 +19,7 @@ import pytest
 from only_one import ConfigurationError, LockLost, Lost, current_lock, fail, only_one, subscribe
 from only_one.clock import now
 from rigs.waiting import LIMIT, eventually
+from tests.decorated import decorated_async
 from tests.faults.programs import Running
 from tests.interruptions import raises
 from tests.renewal import is_renewed, renew_now
@@ -133,12 +134,8 @@ def test_a_loss_that_is_told_when_the_event_loop_is_closed_is_no_error(redis: An
     is_closed = threading.Event()
     unsubscribe = subscribe(lambda event: isinstance(event, Lost) and is_closed.wait(LIMIT))
 
-    @only_one("k", lease=LONG, when_lost=fail)
-    async def work() -> None:
-        redis.set(key, HAND)
-
     with pytest.raises(LockLost):
-        asyncio.run(work())
+        decorated_async(lambda: redis.set(key, HAND), lease=LONG, when_lost=fail)()
     is_closed.set()
     assert eventually(lambda: not are_telling())
     unsubscribe()
