@@ -288,39 +288,46 @@ def called_until_it_is_not_ignored(task: Any) -> Any:
     return Task.__call__(task)
 
 
-@pytest.mark.parametrize(
-    "again", [{}, {"again": Task.__call__}, {"again": called_until_it_is_not_ignored}], ids=["run", "__call__", "both"]
-)
-def test_a_second_call_after_its_own_run_has_ended_waits_as_the_first(queue: Queue, keys: Keys, again: Any) -> None:
-    def meanwhile(_: Any) -> None:
-        keys["k"] = "somebody else"
+WAITS, IS_DROPPED, BUSY_AFTERWARDS = (0, 1, None), (0, 0, b"1"), (1, 1, b"1")
+SECOND_CALLS: list[tuple[str, Any, Any, tuple[int, int, bytes | None]]] = [
+    *[("is requeued", None, again, WAITS) for again in (None, Task.__call__, Task.retry)],
+    *[("is requeued", "its key is free", again, WAITS) for again in (None, Task.__call__, Task.retry)],
+    *[("is dropped", None, again, IS_DROPPED) for again in (None, Task.retry)],
+    *[("runs", "busy", again, BUSY_AFTERWARDS) for again in (None, Task.__call__, called_until_it_is_not_ignored)],
+    # The delivery ends without a result: the other message would be dropped for it, and the work be lost.
+    ("runs", "a later message waits", None, (1, 0, b"0")),
+    ("runs", {"attempt": 0}, None, (1, 1, b"0")),
+    ("runs", {"attempt": 1, "state": "queued"}, None, (1, 0, b"0")),
+]
+"""The first call, what happens then, and the second; how many runs and messages are left, and is the end stored?"""
 
-    a_task(queue.app, done, when_busy=retry(), celery={"base": CallsAgain, "meanwhile": meanwhile, **again}).delay()
-    queue.deliver()
-    (message,) = queue.messages()
-    assert [name for name in message["headers"] if name.startswith("only_one")] == ["only_one"]
-    assert "key" not in message["headers"]["only_one"], "it is not unique while it waits"
 
-
-@pytest.mark.parametrize(
-    "holder",
-    [None, {"attempt": 0}, {"attempt": 1, "state": "queued"}],
-    ids=["a later message waits", "another copy runs", "a retry waits"],
-)
-def test_the_end_of_a_first_call_is_not_stored_if_another_message_does_the_work(
-    queue: Queue, keys: Keys, holder: Any
+@pytest.mark.parametrize(("first", "between", "again", "expected"), SECOND_CALLS)
+def test_a_second_call_in_a_delivery(
+    queue: Queue, keys: Keys, first: str, between: Any, again: Any, expected: tuple[int, int, bytes | None]
 ) -> None:
-    """The delivery ends without a result: the other message would be dropped for it, and the work be lost."""
+    """By what tries again after any exception, so after the one that ends the delivery, too."""
 
     def meanwhile(task: Any) -> None:
-        keys["k"] = token_of(task.request.id, **holder) if holder else "somebody else"
-        if holder is None:
+        if between == "its key is free":
+            del keys["k"]
+        elif between:
+            keys["k"] = token_of(task.request.id, **between) if isinstance(between, dict) else "somebody else"
+        if between == "a later message waits":
             keys.redis.hset(keys.marker(task.request.id), "number", 1)
 
-    answer = a_task(queue.app, done, when_busy=retry(), celery={"base": CallsAgain, "meanwhile": meanwhile}).delay()
-    keys.redis.hset(keys.marker(answer.id), "asked", 1)
-    queue.deliver(redelivered=True)
-    assert keys.marked(answer.id)[b"stored"] == b"0"
+    runs: list[str] = []
+    base = {"base": CallsAgain, "errors": [Exception], "meanwhile": meanwhile, **({"again": again} if again else {})}
+    answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), when_busy=retry(), celery=base).delay()
+    if first == "is requeued":
+        keys["k"] = "somebody else"
+    else:
+        keys.redis.hset(keys.marker(answer.id), mapping={"asked": 1, "stored": int(first == "is dropped")})
+    queue.deliver(redelivered=first != "is requeued")
+    assert (len(runs), len(queue), keys.marked(answer.id).get(b"stored")) == expected
+    for message in queue.messages():
+        assert [name for name in message["headers"] if name.startswith("only_one")] == ["only_one"]
+        assert "key" not in message["headers"]["only_one"], "it is not unique while it waits"
 
 
 # A busy key, and one decorator or two

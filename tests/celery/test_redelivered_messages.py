@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Task, chain, group
+from celery import chain, group
 from celery.exceptions import Ignore, Reject
 from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport.redis import Transport
@@ -124,25 +124,6 @@ def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str
     assert len(queue) == before, "it waits no more"
 
 
-@pytest.mark.parametrize("again", [{}, {"again": Task.__call__}, {"again": Task.retry}], ids=["run", "call", "retry"])
-@pytest.mark.parametrize("is_free", [False, True])
-def test_a_message_that_was_requeued_is_published_once_though_its_function_is_called_again(
-    queue: Queue, keys: Keys, again: Any, *, is_free: bool
-) -> None:
-    """By what tries again after each exception, so after the one that ends the delivery, too; nor does it run here."""
-    runs: list[str] = []
-
-    def meanwhile(_: Any) -> None:
-        if is_free:
-            del keys["k"]
-
-    base: Any = {"base": CallsAgain, "errors": [Exception], "meanwhile": meanwhile, **again}
-    a_task(queue.app, lambda_of(lambda: runs.append("run")), when_busy=retry(), celery=base).delay()
-    keys["k"] = "somebody else"
-    queue.deliver()
-    assert (runs, len(queue)) == ([], 1)
-
-
 @pytest.mark.parametrize(("what", "expected"), [("has the key", [0, 0, 0]), ("has run", [0, 1, 1])])
 def test_the_second_call_in_a_delivery_after_another_task(
     queue: Queue, keys: Keys, what: str, expected: list[int]
@@ -164,21 +145,6 @@ def test_the_second_call_in_a_delivery_after_another_task(
     del keys["k"]
     queue.deliver_all()
     assert runs == expected
-
-
-@pytest.mark.parametrize(("again", "expected"), [({}, (2, 0)), ({"again": Task.retry}, (1, 1))], ids=["run", "retry"])
-def test_a_redelivery_that_is_dropped_neither_runs_nor_is_retried_when_its_function_is_called_again(
-    queue: Queue, keys: Keys, again: Any, expected: tuple[int, int]
-) -> None:
-    """By what tries again after each exception, so after those by which a delivery ends, too."""
-    runs: list[str] = []
-    base: Any = {"base": CallsAgain, "errors": [Exception], **again}
-    answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), celery=base).delay()
-    message = queue.take()
-    keys.redis.hset(keys.marker(answer.id), "asked", 1)
-    for redelivered in (False, True):
-        queue.deliver(message, redelivered=redelivered)
-        assert (len(runs), len(queue)) == expected
 
 
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
