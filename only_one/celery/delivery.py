@@ -220,7 +220,8 @@ class Delivery(TaskCaller):
         """The value for a unique task's key while its retry waits, or its message that another decorator has requeued.
 
         Returns:
-            The value; None if no message waits, if its arguments have another key, or if it has expired.
+            The value, which has no time left if the message has expired; None if no message waits, or if its arguments
+                have another key.
         """
         ended_by = call.ended_by
         again = ended_by.sig if isinstance(ended_by, Retry) else self.state.requeued
@@ -229,10 +230,9 @@ class Delivery(TaskCaller):
         if not self.keeps_key(self.decoration, call.key, self._request, again.args, again.kwargs):
             return None
         begins_in = getattr(ended_by, "when", None) or again.options.get("countdown")
-        expires = again.options.get("expires", self._request.expires)
-        seconds = waits_for(self.app, call.options.queue_timeout, expires, begins_in)
-        work = self.work._replace(attempt=again.options.get("retries", self.work.attempt + 1))
-        return self.waiting_value(call.key, work, seconds) if seconds > 0 else None
+        seconds = waits_for(self.app, call.options.queue_timeout, again.options.get("expires"), begins_in)
+        work = self.work._replace(attempt=again.options.get("retries"))
+        return self.waiting_value(call.key, work, seconds)
 
 
 class TaskRun(Delivery):
