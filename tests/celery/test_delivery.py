@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import enum
-import json
 import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from types import SimpleNamespace
+from datetime import datetime, timezone
 from typing import Any
 from uuid import uuid4
 
 import celery
 import pytest
 from celery import Celery, Task
-from celery.app.task import Context
 from celery.exceptions import Ignore, Retry
 
 from only_one import (
@@ -33,14 +31,14 @@ from only_one import (
     retry,
     skip,
 )
-from only_one.celery import delivery, task_functions
-from only_one.celery.delivery import Delivery
+from only_one.celery import delivery
 from only_one.celery.requeue import Header
-from only_one.holder import Holder
+from only_one.option_values import LONGEST
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.celery.deliveries import (
     OUTCOMES,
+    QUEUE_TIMEOUT,
     Awaits,
     Calls,
     CallsAgain,
@@ -429,117 +427,69 @@ def test_a_task_that_ends_its_process_has_not_succeeded(queue: Queue, keys: Keys
 # Unique from queued to finished
 
 
-def test_the_value_that_is_retained_for_a_retry(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a task that is sent again with the same key, for as long as it is waited for."""
-
-    def retained(
-        sig: Any = None, ended_by: Any = None, when: Any = None, *, seconds: float = 0.5, is_unique: bool = True,
-        **changes: Any,
-    ) -> Any:  # fmt: skip
-        request = Context({"id": "the-id", "retries": 4, "args": ["a"], "kwargs": {"b": 1}, **changes})
-        options: Any = SimpleNamespace(queue_timeout=seconds, prefix="p:")
-        decoration: Any = SimpleNamespace(make_key=make_key, options_for=lambda _: options, is_unique=is_unique)
-        run = Delivery(task, request, decoration=decoration)
-        ended_by = ended_by or Retry(when=when, sig=sig or task.s("a", b=1))
-        call: Any = SimpleNamespace(options=options, key="p:k:a", ended_by=ended_by)
-        stored = run.retained_value(call)
-        assert stored is None or stored.note == "{p:k:a}:withdrawn:the-id:0.5"
-        return stored and (stored[0], stored[1] - 1000)
-
-    def make_key(_caller: object, args: tuple[str], _kwargs: object) -> str:
-        return "k:" + args[0]
-
-    monkeypatch.setattr(task_functions, "now", lambda: 1000)
-    task = queue.app.task(done, name=f"task-{uuid4()}", shared=False)
-    token, left = retained()
-    holder: Any = Holder.parse(token)
-    assert (holder.name, holder.task_id, holder.attempt, holder.state) == (task.name, "the-id", 5, "queued")
-    assert json.loads(token)["limit"] == 500
-    assert left == 0.5
-    assert retained(when=3)[1] == retained(task.s("a", b=1).set(countdown=3))[1] == 3.5
-    assert retained(expires=7)[1] == 7
-    assert retained(expires=-1) is retained(expires="2000-01-01T00:00:00") is None
-    assert retained(task.s("a", b=1).set(expires=9), expires=7)[1] == 9
-    assert retained(seconds=0) is None
-    assert retained(is_unique=False) is None
-    assert retained(task.s("a", b=2)) is not None  # which is no part of the key
-    assert retained(task.s(3, b=1), args=[3]) is not None  # whatever key they give here, they gave it before
-    for other in (task.s("b", b=1), task.s(), task.s(object())):
-        assert retained(other) is None
-    for error in (KeyboardInterrupt(), ValueError(), Retry()):  # of which a task that raises the last has sent nothing
-        assert retained(ended_by=error) is None
-
-
-def test_a_task_is_unique_from_queued_to_finished_over_a_retry(
-    queue: Queue, keys: Keys, proxy: Proxy, kind: Any
-) -> None:
-    """And a redelivery of the first attempt's message learns of its end."""
-
-    def work() -> str:
-        states.append(keys.holder().state)
-        if len(states) == 2:
-            return "done"
-        queue.deliver_elsewhere(message, redelivered=True)
-        raise task.retry(countdown=0)
-
-    states: list[str] = []
-    task = unique(queue.app, "k", timeout=600, function=kind(work), celery={"acks_late": True, "base": Awaits})
-    answer = task.delay()
-    assert (keys.holder().task_id, keys.state()) == (answer.id, ("queued", 0))
-    message = queue.take()
-    with configure(redis=proxy.url):
-        queue.deliver(message)
-    assert proxy.commands[0] == "EVAL"  # it knows by what value it was queued
-    assert (keys.holder().task_id, keys.state()) == (answer.id, ("queued", 1))
-    assert b"ended" in keys.marked(answer.id)
-    redelivery, again = queue.take(), queue.take()
-    queue.deliver(again)
-    assert answer.get() == "done"
-    assert "k" not in keys
-    queue.deliver(redelivery)
-    assert states == ["running", "running"]
-    assert len(queue) == 0
-
-
 class Colour(str, enum.Enum):
     """What JSON makes a plain str of."""
 
     RED = "red"
 
 
-@pytest.mark.parametrize(
-    ("template", "value", "task_id", "retried", "is_kept"),
-    [
-        ("{md5}", "A", None, {}, True),
-        ("{md5}", "A", "its own", {}, True),
-        ("{value.value}", Colour.RED, None, {}, True),
-        ("{value}", "A", None, {"args": ("B",)}, False),
-        ("{value}", "A", "its own", {"args": ("B",)}, False),
-        ("{value.value}", Colour.RED, None, {"args": ("red",)}, True),
-        ("{value}", "A", None, {"args": (), "kwargs": {"value": "A"}}, True),
-        ("k", "A", None, {"args": ("B",)}, True),
-    ],
-)
+NEVER = datetime.max.replace(tzinfo=timezone.utc)
+RETRIES: list[tuple[str, Any, Any, Any, bool, float]] = [
+    ("{md5}", "A", {}, {}, True, QUEUE_TIMEOUT),
+    ("{md5}", "A", {"task_id": "its own"}, {}, True, QUEUE_TIMEOUT),
+    ("{value.value}", Colour.RED, {}, {}, True, QUEUE_TIMEOUT),
+    ("{value}", "A", {}, {"args": ("B",)}, False, 0),
+    ("{value}", "A", {"task_id": "its own"}, {"args": ("B",)}, False, 0),
+    ("{value.value}", Colour.RED, {}, {"args": ("red",)}, True, QUEUE_TIMEOUT),
+    ("{value}", "A", {}, {"args": (), "kwargs": {"value": "A"}}, True, QUEUE_TIMEOUT),
+    ("k", "A", {}, {"args": ("B",)}, True, QUEUE_TIMEOUT),
+    ("k", "A", {}, {"countdown": 1000}, True, QUEUE_TIMEOUT + 1000),
+    ("k", "A", {}, {"countdown": None, "eta": NEVER}, True, LONGEST),
+    ("k", "A", {"expires": 900}, {}, True, 900),
+    ("k", "A", {"expires": 900}, {"expires": 500}, True, 500),
+    ("k", "A", {}, {"expires": -1}, True, 0),
+]
+"""A retry with these options: has it the key of its task, and for how many seconds, while it waits?"""
+
+
+@pytest.mark.parametrize(("template", "value", "sent", "retried", "has_its_key", "seconds"), RETRIES)
 def test_a_retry_has_the_key_of_its_task_unless_its_arguments_give_another(
-    queue: Queue, keys: Keys, template: str, value: Any, task_id: str | None, retried: Any, *, is_kept: bool
-) -> None:
+    queue: Queue, keys: Keys, way: Proxy, kind: Any, template: str, value: Any, sent: Any, retried: Any,
+    *, has_its_key: bool, seconds: float,
+) -> None:  # fmt: skip
     def work(value: Any) -> str:
         ran_with.append(current_lock().key)
         if len(ran_with) == 1:
-            task.retry(countdown=0, **retried)
+            task.retry(**{"countdown": 0, **retried})
         return str(value)
 
     ran_with: list[str] = []
-    task = unique(queue.app, template, function=work)
-    answer = task.apply_async((value,), task_id=task_id, headers={"x-mine": 1})
+    task = unique(queue.app, template, function=kind(work), celery={"base": Awaits})
+    answer = task.apply_async((value,), headers={"x-mine": 1}, **sent)
+    way.forget_commands()
     queue.deliver()
-    headers = queue.messages()[0]["headers"]
-    assert (headers["x-mine"], "key" in headers["only_one"]) == (1, is_kept)
-    assert task.delay(value).is_duplicate == is_kept
+    assert way.commands[0] == ("SET" if "task_id" in sent else "EVAL"), "it knows by what value it was queued"
+    headers, key = queue.messages()[0]["headers"], ran_with[0].removeprefix(keys.prefix)
+    assert (headers["x-mine"], "key" in headers["only_one"]) == (1, has_its_key)
+    assert keys.state(key) == (("queued", 1) if seconds else None)
+    assert keys.lives_for(seconds, key) if seconds else key not in keys
+    assert task.delay(value).is_duplicate == bool(seconds)
     queue.deliver_all()
     assert answer.state == "SUCCESS"
-    assert (ran_with[0] == ran_with[1]) == is_kept
+    assert (ran_with[0] == ran_with[1]) == has_its_key
     assert not keys.redis.keys(f"{keys.prefix}*")
+
+
+@pytest.mark.parametrize("arguments", [None, ("blue",)], ids=["it sends nothing", "they give no key"])
+def test_a_retry_that_has_no_key_keeps_no_other_from_its_queue(queue: Queue, keys: Keys, arguments: Any) -> None:
+    def work(value: Any) -> None:  # noqa: ARG001 - it is in the key
+        raise task.retry(arguments, countdown=0) if arguments else Retry()
+
+    task = unique(queue.app, "{value.value}", function=work)
+    task.delay(Colour.RED)
+    assert "red" in keys
+    queue.deliver()
+    assert (len(queue), "red" in keys) == (bool(arguments), False)
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
