@@ -47,19 +47,6 @@ PATIENCE = 10.0
 """Seconds for which the death of a process is waited for."""
 
 
-DECORATES_A_FUNCTION = """
-import sys, celery
-from only_one import only_one
-only_one(lambda: None, key="k")
-assert "only_one.celery.ended_tasks" in sys.modules
-"""
-
-
-def test_the_signals_of_a_worker_with_nothing_but_decorated_functions_are_heard() -> None:
-    """It calls none of them, because that is for its children to do."""
-    subprocess.run([sys.executable, "-c", DECORATES_A_FUNCTION], check=True)
-
-
 # Keys of runs that were killed
 
 
@@ -195,8 +182,9 @@ def end_without_a_run(task: Any, **request: Any) -> None:
 
 
 def test_the_key_of_a_lost_process_is_released(
-    task: Any, unique_task: Any, keys: Keys, child: subprocess.Popen[bytes]
+    task: Any, unique_task: Any, keys: Keys, child: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Not that of any other failure; and nothing is done where the locking is switched off."""
     for key in ("k", "error", "unique"):
         keys[key] = held_by(child.pid, attempt=1)
     keys["uuid"] = held_by(child.pid, str(task_id := uuid4()))
@@ -206,8 +194,11 @@ def test_the_key_of_a_lost_process_is_released(
     end(child)
     assert eventually(lambda: not any(key in keys for key in ("k", "uuid", "unique")))
     fail(task, "error", ValueError())
+    with configure(active=False):
+        fail(task, "error")
     assert eventually(lambda: not endings())
     assert "error" in keys
+    assert not caplog.records
 
 
 def test_the_key_of_a_retry_is_released_though_the_end_of_the_attempt_before_it_is_told_meanwhile(
@@ -274,44 +265,22 @@ def test_all_keys_are_looked_at_only_where_the_user_may_have_changed_the_argumen
     keys[key] = dead
     for number in range(20):  # one of which comes before it, in any order
         keys.redis.rpush(f"{keys.prefix}list {number}", "of others")
+    keys.redis.mset({f"{keys.prefix}{number}": "more than one reply has" for number in range(3000)})
     fail(make(app), "k")
     assert eventually(lambda: key not in keys)
     assert ("SCAN" in way.commands) == (key != "k")
 
 
-def found(server: Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The keys that are looked at for a run whose message does not give its key."""
-    looked_at: list[Any] = []
-    delivery: Any = SimpleNamespace(work=Work("mine", 0, 0))
-    options: Any = SimpleNamespace(server=server)
-    with monkeypatch.context() as patch:
-        patch.setattr(killed_runs, "release_later", looked_at.append)
-        for node in server.nodes.all():
-            search = killed_runs._SearchOfNode(node, prefix, delivery, options)
-            is_over = False
-            while not is_over:
-                command = search.command()
-                is_over = search.note_reply(command, *node.send([command]))
-    assert all(each.server is server for each in looked_at)
-    return sorted(each.key for each in looked_at)
-
-
-def test_all_keys_of_a_server_are_looked_at(server: Server, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = {f"{keys.prefix}{number}": "x" for number in range(3000)}
-    keys.redis.mset(stored)
-    assert {each.decode() for each in found(server, keys.prefix, monkeypatch)} == stored.keys()
-
-
-def test_all_keys_of_a_cluster_are_looked_at(task: Any, dead: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_keys_of_a_cluster_are_looked_at(task: Any, dead: bytes) -> None:
+    names = [f"only_one:{number}" for number in range(20)]
     with clients("cluster") as those, those.connected(decode_responses=True) as client:
-        client.mset_nonatomic({"only_one:a": "", "only_one:b": "", "another:a": ""})
+        client.mset_nonatomic({"another:k": dead, **dict.fromkeys(names, dead)})
         client.rpush("only_one:list", "of others")
-        assert found(find_server(client), "only_one:", monkeypatch) == [b"only_one:a", b"only_one:b"]
-        client.set("only_one:k", dead)
         task.run.__only_one__.template = lambda key: key  # of which it is not known what the run reads
         with configure(redis=client, prefix="only_one:"):
             fail(task, "k")
-            assert eventually(lambda: not client.exists("only_one:k"))
+            assert eventually(lambda: not (client.exists(*names) or endings()))
+            assert client.exists("another:k", "only_one:list") == 2
 
 
 @pytest.mark.usefixtures("app")
@@ -455,14 +424,6 @@ def test_who_has_taken_over_the_key_of_a_task_that_is_retried_because_its_proces
     assert withdrawal is not None
     keys.redis.execute_command(*withdrawal.of_a_retry().command())
     assert "k" in keys
-
-
-def test_nothing_is_done_where_the_locking_is_switched_off(task: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    with configure(active=False):
-        fail(task, "k")
-        assert not endings()
-    assert not [record for record in caplog.records if record.name == "only_one"]
 
 
 # Tasks that have ended without having begun

@@ -243,32 +243,28 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(worker:
     assert not keys.redis.keys(f"*{keys.prefix}another's*withdrawn*")
 
 
-@pytest.mark.parametrize("is_revoked", [False, True])
-def test_a_task_is_queued_again_by_the_run_that_has_its_key_when_the_worker_ends(
-    worker: Worker, keys: Keys, *, is_revoked: bool
+@pytest.mark.parametrize("how", ["its worker ends", "it is revoked, and its worker ends", "its child is killed"])
+def test_a_task_whose_key_another_run_has_is_queued_again_by_that_run_unless_it_will_not_run(
+    worker: Worker, keys: Keys, how: str
 ) -> None:
     """Its own value names the worker, which is dead then, so another call would take it over."""
-    lease = worker.lease()
-    if is_revoked:
-        keys.redis.set(note_of(lease.key, worker.requests[-1].id, 0, 0), WAITS_NO_MORE)
+    is_over = how != "its worker ends"
+    lease = worker.lease(time_start=now() if "child" in how else None)
+    task_id = worker.requests[-1].id
+    if "revoked" in how:
+        keys.redis.set(note_of(lease.key, task_id, 0, 0), WAITS_NO_MORE)
     ended_at = time.time() - 0.001  # a value has whole milliseconds
-    decorated("k")(end_worker)()
-    assert is_queued_since(ended_at, keys) if not is_revoked else "k" not in keys
-    assert worker.task.delay("k").is_duplicate == (not is_revoked)
 
+    def end() -> None:
+        if "worker" in how:
+            end_worker()
+            return
+        task_failure.send(sender=worker.task, task_id=task_id, exception=WorkerLostError(), args=("k",), kwargs={})
+        assert eventually(lambda: keys.redis.keys(f"*withdrawn:{task_id}:*"))
 
-def test_a_task_whose_child_is_killed_before_it_begins_while_another_run_has_its_key_has_no_key(
-    worker: Worker, keys: Keys
-) -> None:
-    waits = worker.task.delay("k")
-    worker.receive(time_start=now())  # Celery has given it to the child
-
-    def fail() -> None:
-        task_failure.send(sender=worker.task, task_id=waits.id, exception=WorkerLostError(), args=("k",), kwargs={})
-        assert eventually(lambda: keys.redis.keys(f"*withdrawn:{waits.id}:*"))
-
-    decorated("k")(fail)()
-    assert "k" not in keys
+    decorated("k")(end)()
+    assert "k" not in keys if is_over else is_queued_since(ended_at, keys)
+    assert worker.task.delay("k").is_duplicate != is_over
 
 
 def test_a_retry_has_its_key_when_the_previous_attempt_has_released_it(worker: Worker, keys: Keys) -> None:
@@ -494,18 +490,25 @@ def test_a_task_that_the_worker_does_not_know_has_no_key(
     assert not caplog.records, "what is asked in the worker's own thread warns"
 
 
-DECORATED_FIRST = """
+PROGRAMS = {
+    "Celery is imported first": """
+import sys, celery
+from only_one import only_one
+only_one(lambda: None, key="k")  # which no worker calls: that is for its children to do
+assert "only_one.celery.ended_tasks" in sys.modules
+""",
+    "a function is decorated first": """
 import sys
 from only_one import only_one
-
 only_one("k")(lambda: None)
 assert "celery" not in sys.modules
 from celery import Celery, signals
-with_worker = Celery("app", broker="memory://")
-with_worker.worker_main(["worker", "--help"])
+Celery("app", broker="memory://").worker_main(["worker", "--help"])
 assert signals.task_received.receivers
-"""
+""",
+}
 
 
-def test_a_worker_that_a_program_starts_hears_of_functions_that_were_decorated_before_celery_was_imported() -> None:
-    subprocess.run([sys.executable, "-c", DECORATED_FIRST], check=True)
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_worker_of_a_program_that_has_decorated_only_functions_heeds_celery_s_signals(program: str) -> None:
+    subprocess.run([sys.executable, "-c", program], check=True)
