@@ -253,9 +253,7 @@ def test_how_old_is_what_a_run_queues(queue: Queue, place: Any, act: Any, expect
 
 
 @pytest.mark.parametrize("was_requeued", [False, True])
-def test_all_decorators_of_a_task_without_a_number_give_it_one(
-    queue: Queue, keys: Keys, way: Proxy, *, was_requeued: bool
-) -> None:
+def test_all_decorators_of_a_task_use_one_number(queue: Queue, keys: Keys, way: Proxy, *, was_requeued: bool) -> None:
     """Else a task that is queued in between would be newer for the first of them, and older for the second."""
     inner = a_task(queue.app, done, key="inner", when_busy=buffer_one())
     task = decorated(inner, key="outer", when_busy=buffer_one(), when_down=retry())

@@ -19,21 +19,11 @@ import pytest
 from celery import Celery, Task
 from celery.exceptions import Ignore, Retry
 
-from only_one import (
-    AlreadyRunning,
-    KeyTemplateError,
-    Lost,
-    buffer_one,
-    carry_on,
-    configure,
-    current_lock,
-    fail,
-    retry,
-    skip,
-)
+from only_one import AlreadyRunning, KeyTemplateError, Lost, configure, current_lock
 from only_one.celery import delivery
 from only_one.celery.requeue import Header
 from only_one.option_values import LONGEST
+from only_one.policies import buffer_one, carry_on, fail, retry, skip
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.celery.deliveries import (
@@ -102,9 +92,8 @@ def test_a_task_is_never_skipped_because_of_its_own_lock(
 
 
 @pytest.mark.parametrize(("state", "attempt", "most"), [("running", 2, 1), ("kept", 0, None)])
-def test_new_work_with_the_id_of_work_that_is_under_way_waits_for_as_long_as_that_takes(
-    queue: Queue, keys: Keys, state: str, attempt: int, most: int | None
-) -> None:
+def test_new_work_with_an_id_in_use_waits(queue: Queue, keys: Keys, state: str, attempt: int, most: int | None) -> None:
+    """For as long as the work that is under way takes, whatever the limit of the policy."""
     answer = a_task(queue.app, done, when_busy=retry(max_retries=most)).delay()
     keys["k"] = token_of(answer.id, state=state, attempt=attempt)
     for _ in range(3):
@@ -133,9 +122,7 @@ def test_a_call_from_inside_its_own_run_is_no_redelivery_of_it(queue: Queue, key
     assert answer.get() == ["begun", None]
 
 
-def test_a_bound_task_that_is_called_by_hand_is_a_function_whose_key_has_no_task(
-    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bound_task_called_by_hand_is_a_function(queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(self: Any, value: str) -> Any:  # noqa: ARG001 - the task
         return current_lock().key, *whose()
 
@@ -163,9 +150,7 @@ def holds(_: str) -> Any:
 
 @pytest.mark.parametrize("bind", [False, True])
 @pytest.mark.parametrize("call", ["map", "starmap"])
-def test_each_run_of_a_list_of_calls_has_the_key_of_its_task(
-    queue: Queue, keys: Keys, call: str, *, bind: bool
-) -> None:
+def test_each_run_in_a_list_of_calls_has_its_task_s_key(queue: Queue, keys: Keys, call: str, *, bind: bool) -> None:
     """So it does not run beside another run of the task, whatever name the task has."""
 
     def bound(self: Any, value: str) -> Any:  # noqa: ARG001 - the task
@@ -186,9 +171,7 @@ def test_each_run_of_a_list_of_calls_has_the_key_of_its_task(
     assert queue.deliver() == [task("x")], "another task that an item calls is called directly"
 
 
-def test_a_list_of_calls_that_is_delivered_again_waits_for_the_key_of_its_first_delivery(
-    queue: Queue, keys: Keys
-) -> None:
+def test_a_redelivered_list_of_calls_waits_for_its_first_delivery(queue: Queue, keys: Keys) -> None:
     """A worker on another machine was killed in the middle of it, or still runs it."""
 
     def done(_: str) -> str:
@@ -388,9 +371,7 @@ def test_a_task_whose_key_is_busy_waits_if_a_skip_would_do_harm(
 
 
 @pytest.mark.parametrize("make", [both_below, above_and_below])
-def test_each_of_two_decorators_tells_redeliveries_of_the_end(
-    queue: Queue, keys: Keys, make: Callable[..., Any]
-) -> None:
+def test_each_of_two_decorators_tells_redeliveries_its_end(queue: Queue, keys: Keys, make: Callable[..., Any]) -> None:
     def work() -> None:
         runs.append("run")
         queue.deliver_elsewhere(message, redelivered=True)
@@ -495,9 +476,7 @@ def test_a_retry_that_has_no_key_keeps_no_other_from_its_queue(queue: Queue, key
 @pytest.mark.parametrize("attempt", [0, 1])
 @pytest.mark.parametrize("stored", ["its own", "another's", "nothing"])
 @pytest.mark.parametrize("settings", [{}, {"redis": CLOSED}, {"active": False}])
-def test_an_attempt_has_the_key_that_came_with_its_message(
-    queue: Queue, keys: Keys, attempt: int, settings: Any, stored: str
-) -> None:
+def test_an_attempt_has_its_message_s_key(queue: Queue, keys: Keys, attempt: int, settings: Any, stored: str) -> None:
     """Also where no server answers, and where its value has expired in the queue."""
     answer = unique(queue.app, "k-{value}", when_down=carry_on).delay(1)
     del keys["k-1"]
@@ -531,9 +510,7 @@ def test_a_task_id_that_is_no_str(queue: Queue, keys: Keys, make: Any) -> None:
 
 @pytest.mark.parametrize("attempt", [0, 1])
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_a_task_that_is_not_unique_any_more_has_not_the_key_in_its_message(
-    queue: Queue, keys: Keys, attempt: int, *, is_busy: bool
-) -> None:
+def test_a_task_not_unique_any_more_frees_its_old_key(queue: Queue, keys: Keys, attempt: int, *, is_busy: bool) -> None:
     """When it ends, the key of the version that has queued it, or its retry, is free, too."""
     sent = Header(str(uuid4()), 0, key=f"{keys.prefix}other", token="queued")  # noqa: S106 - of a lock
     keys["other"] = token_of(sent.id, state="queued", attempt=attempt)
@@ -545,9 +522,8 @@ def test_a_task_that_is_not_unique_any_more_has_not_the_key_in_its_message(
     assert eventually(lambda: "other" not in keys)
 
 
-def test_a_unique_task_that_runs_without_its_key_is_withdrawn_though_another_decorator_has_a_key(
-    queue: Queue, keys: Keys, way: Proxy
-) -> None:
+def test_a_run_without_its_key_is_withdrawn_if_another_decorator_has_one(queue: Queue, keys: Keys, way: Proxy) -> None:
+    """The server was away when the unique task began."""
     inner = a_task(queue.app, done, when_down=carry_on)
     answer = decorated(key="outer", timeout=600, when_down=carry_on)(inner).delay()
     message = queue.take()

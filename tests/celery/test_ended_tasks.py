@@ -201,9 +201,7 @@ def test_the_key_of_a_lost_process_is_released(
     assert not caplog.records
 
 
-def test_the_key_of_a_retry_is_released_though_the_end_of_the_attempt_before_it_is_told_meanwhile(
-    task: Any, keys: Keys, child: subprocess.Popen[bytes]
-) -> None:
+def test_a_killed_retry_is_told_from_its_first_attempt(task: Any, keys: Keys, child: subprocess.Popen[bytes]) -> None:
     """At a hard time limit Celery tells it twice, once without the request: a worker may know that of another only."""
     keys["k"] = held_by(child.pid, attempt=1)
     for attempt in (1, 0):
@@ -213,9 +211,7 @@ def test_the_key_of_a_retry_is_released_though_the_end_of_the_attempt_before_it_
     assert eventually(lambda: "k" not in keys)
 
 
-def test_a_lost_process_is_the_end_of_a_task_that_another_version_of_the_code_has_sent_as_a_unique_one(
-    task: Any, keys: Keys
-) -> None:
+def test_a_lost_process_ends_a_task_that_is_unique_in_another_version_of_the_code(task: Any, keys: Keys) -> None:
     """Its key is another run's by now, which stores its value again unless it is told that the task has ended."""
     about = Context(id="mine", retries=0, **Header("mine", 0, key=f"{keys.prefix}k").as_headers())
     task.request_stack.push(about)  # as Celery does
@@ -353,9 +349,7 @@ def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys
         assert eventually(lambda: "changed" not in keys)
 
 
-def test_a_task_that_was_revoked_before_it_began_takes_no_thread_while_the_server_is_away(
-    unique_task: Any, keys: Keys, way: Proxy
-) -> None:
+def test_a_revoked_task_takes_no_thread_while_the_server_is_away(unique_task: Any, keys: Keys, way: Proxy) -> None:
     """There may be thousands, as where a queue is full of tasks that have expired."""
     keys["k"] = queued("mine", 0)
     with way.refused():
@@ -410,9 +404,7 @@ def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it
         assert unique_task.delay("k").id == "mine"
 
 
-def test_who_has_taken_over_the_key_of_a_task_that_is_retried_because_its_process_is_lost_owes_it_nothing(
-    unique_task: Any, keys: Keys
-) -> None:
+def test_who_takes_over_the_key_of_a_task_whose_process_is_lost_owes_it_nothing(unique_task: Any, keys: Keys) -> None:
     """The retry may end without a run meanwhile, and would withdraw itself only."""
     keys["k"] = held_by(os.getppid(), "another")
     request = Context(id="mine", retries=0, args=("k",), **Header("mine", 0, key=f"{keys.prefix}k").as_headers())
@@ -509,9 +501,7 @@ def lose_and_retry(task: Any, **request: Any) -> None:
 
 
 @pytest.mark.parametrize(("finish", "waits"), [(end_without_a_run, False), (revoke, False), (lose_and_retry, True)])
-def test_the_newest_task_is_not_waited_for_when_it_has_ended_without_having_begun(
-    queue: Queue, finish: Any, *, waits: bool
-) -> None:
+def test_the_newest_task_is_not_waited_for_once_it_has_ended(queue: Queue, finish: Any, *, waits: bool) -> None:
     """But while it is retried because its process is lost."""
     newest = unique(queue.app, "k", function=work, when_busy=buffer_one())
     first = newest.delay("k")

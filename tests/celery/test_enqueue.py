@@ -22,18 +22,7 @@ from celery.signals import after_task_publish, before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 from pydantic import BaseModel
 
-from only_one import (
-    AlreadyRunning,
-    Busy,
-    LockUnavailable,
-    buffer_one,
-    carry_on,
-    configure,
-    current_lock,
-    fail,
-    retry,
-    skip,
-)
+from only_one import AlreadyRunning, Busy, LockUnavailable, configure, current_lock
 from only_one.call.owed_key import note_of
 from only_one.celery.broker import waits_for
 from only_one.celery.coalescing import triggers_of
@@ -41,6 +30,7 @@ from only_one.celery.requeue import Header
 from only_one.holder import task_id_of
 from only_one.lock import renewal
 from only_one.lock.commands import WAITS_NO_MORE
+from only_one.policies import buffer_one, carry_on, fail, retry, skip
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.celery.deliveries import QUEUE_TIMEOUT, SLACK, Keys, Queue, done, token_of, unique
@@ -96,9 +86,8 @@ HELD = {
 
 @pytest.mark.parametrize("value", HELD.values(), ids=HELD)
 @pytest.mark.parametrize(("options", "is_duplicate"), [({}, False), ({"when_busy": buffer_one()}, True)])
-def test_a_task_is_published_while_no_task_holds_its_key_and_the_worker_decides(
-    queue: Queue, keys: Keys, value: Any, options: Any, *, is_duplicate: bool
-) -> None:
+def test_only_a_task_has_duplicates(queue: Queue, keys: Keys, value: Any, options: Any, *, is_duplicate: bool) -> None:
+    """While another holder has the key, a task is published, and the worker decides."""
     keys["k"] = value
     before = keys["k"]
     task = unique(queue.app, "k", **options)
@@ -130,9 +119,8 @@ def test_a_duplicate_whose_result_cannot_be_had_is_logged_once(new_app: Any, cap
 
 @pytest.mark.parametrize("takeover", [True, False])
 @pytest.mark.parametrize("state", ["queued", "received", "running"])
-def test_a_queued_task_outlives_its_producer_and_no_other_its_process(
-    queue: Queue, keys: Keys, state: str, *, takeover: bool
-) -> None:
+def test_a_queued_task_alone_outlives_its_process(queue: Queue, keys: Keys, state: str, *, takeover: bool) -> None:
+    """It waits, though its producer has died; any other task has died with its process."""
     keys["k"] = token_of("another", state=state, is_dead=True)
     result = unique(queue.app, "k", takeover=takeover).delay()
     is_taken_over = takeover and state != "queued"
@@ -182,9 +170,9 @@ TROUBLE: dict[str, tuple[Any, dict[str, Any], Any]] = {
 
 @pytest.mark.parametrize("policy", [{}, {"when_busy": buffer_one()}], ids=["unique", "buffer_one"])
 @pytest.mark.parametrize("how", TROUBLE)
-def test_a_task_that_could_not_be_published_keeps_no_other_from_its_queue(
-    new_app: Any, queue: Queue, keys: Keys, policy: Any, how: str
-) -> None:
+def test_a_task_that_is_not_published_has_no_key(new_app: Any, queue: Queue, keys: Keys, policy: Any, how: str) -> None:
+    """So it keeps no other from its queue."""
+
     def look() -> None:
         had_key.append("k" in keys)
         if how == "a signal handler raises":
@@ -214,27 +202,21 @@ def test_a_server_that_is_down_is_not_published_past(queue: Queue, policy: Any) 
 
 
 REFUSED: list[Any] = [((1, 2, 3),), ((), {"wrong": 1}), ((1,), {"value": 1}), ((), {}, *[None] * 6)]
+NO_ARGUMENTS: list[Any] = [("ab",), ((), [("value", 1)])]
 
 
 @pytest.mark.parametrize("template", ["k", "k-{value}"])
-@pytest.mark.parametrize("given", REFUSED, ids=str)
+@pytest.mark.parametrize("given", REFUSED + NO_ARGUMENTS, ids=str)
 def test_what_celery_refuses_raises_and_leaves_no_key(queue: Queue, keys: Keys, template: str, given: Any) -> None:
+    """What are no arguments are refused to a duplicate, too."""
     task = unique(queue.app, template)
-    with pytest.raises(TypeError):
-        task.apply_async(*given)
-    with pytest.raises(TypeError):
-        task.apply_async((), {}, None, task_id="x")
-    assert len(queue) == 0
-    assert not keys.redis.keys(f"{keys.prefix}*")
-
-
-def test_a_duplicate_with_what_are_no_arguments_is_refused_as_by_celery(queue: Queue) -> None:
-    task = unique(queue.app, "k")
-    task.delay()
-    with pytest.raises(TypeError, match="list or tuple"):
-        task.apply_async("ab")
-    with pytest.raises(TypeError, match="mapping"):
-        task.apply_async((), [("value", 1)])
+    for number in range(2 if given in NO_ARGUMENTS else 1):
+        with pytest.raises(TypeError):
+            task.apply_async(*given)
+        with pytest.raises(TypeError):
+            task.apply_async((), {}, None, task_id="x")
+        assert (len(queue), len(keys.redis.keys(f"{keys.prefix}k*"))) == (number, number)
+        task.delay()
 
 
 # How long the key lives in the queue
@@ -336,9 +318,7 @@ def test_a_task_sent_by_name_or_sent_again_is_always_published(queue: Queue) -> 
 @pytest.mark.parametrize(
     ("options", "error"), [({"when_busy": fail}, AlreadyRunning), ({"redis": CLOSED}, LockUnavailable)]
 )
-def test_a_linked_task_that_is_refused_fails_itself_and_not_the_task_before_it(
-    queue: Queue, keys: Keys, options: Any, error: type[Exception]
-) -> None:
+def test_a_refused_linked_task_fails_alone(queue: Queue, keys: Keys, options: Any, error: type[Exception]) -> None:
     """A worker calls it when that task is done, and would store the error in place of its result."""
     before = queue.app.task(done, name=f"task-{uuid4()}", shared=False)
     linked = unique(queue.app, "k", **options)
@@ -430,9 +410,7 @@ def test_a_task_with_a_model(new_app: Any, queue: Queue, keys: Keys) -> None:
     assert eager.delay({"key": "e", "pages": 3}).get() == {"key": f"{keys.prefix}e", "pages": 3}
 
 
-def test_beat_sends_no_duplicate_and_logs_it_in_one_line(
-    queue: Queue, keys: Keys, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_beat_logs_a_duplicate_in_one_line(queue: Queue, keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
     task = unique(queue.app, "k", celery={"name": "beaten"})
     queue.app.finalize()
     scheduler = Scheduler(app=queue.app, lazy=True)
@@ -482,9 +460,8 @@ class Own(Task):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("expires", [None, 29])  # less than the 30 s for which it is acquired until it is published
-def test_a_task_keeps_the_methods_of_its_base_and_the_key_has_the_id_that_was_published(
-    queue: Queue, keys: Keys, expires: Any
-) -> None:
+def test_the_key_has_the_id_that_was_published_by_the_task_s_base(queue: Queue, keys: Keys, expires: Any) -> None:
+    """And the task keeps the methods of its base."""
     task = unique(queue.app, "k", celery={"base": Own})
     first = task.apply_async(expires=expires)
     assert first.id.startswith("own-")
@@ -529,9 +506,7 @@ class Inline(Task):  # type: ignore[misc]
 
 @pytest.mark.parametrize("options", [{}, {"queue": "another id"}])
 @pytest.mark.parametrize("policy", [{}, {"when_busy": buffer_one()}])
-def test_a_task_whose_apply_async_runs_it_is_over_then(
-    queue: Queue, keys: Keys, policy: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_a_task_run_at_once_is_over(queue: Queue, keys: Keys, policy: dict[str, Any], options: dict[str, Any]) -> None:
     task = unique(queue.app, "k", **policy, celery={"base": Inline})
     answers = [task.apply_async((each,), **options) for each in (1, 1, 2)]
     assert not [each for each in answers if each.is_duplicate]
@@ -555,9 +530,7 @@ class RolledBack(Task):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("base", [Own, RolledBack])
-def test_an_equal_call_is_no_duplicate_of_a_task_that_is_not_published_with_the_id_of_its_number(
-    queue: Queue, base: Any
-) -> None:
+def test_a_call_is_no_duplicate_of_a_task_that_is_not_published_with_its_own_id(queue: Queue, base: Any) -> None:
     """It would get the result of an id that no task has."""
     task = unique(queue.app, "k", when_busy=buffer_one(), celery={"base": base})
     answers = [task.delay(1) for _ in range(2)]
@@ -652,9 +625,8 @@ def test_a_duplicate_of_the_newest_task_is_a_busy_event(queue: Queue, keys: Keys
 
 
 @pytest.mark.parametrize("options", [{"when_down": fail}, {"when_down": carry_on}, {"when_busy": buffer_one()}])
-def test_a_task_that_could_not_ask_for_its_key_keeps_no_other_from_its_queue(
-    queue: Queue, keys: Keys, way: Proxy, options: Any
-) -> None:
+def test_a_task_that_could_not_ask_for_its_key_frees_it(queue: Queue, keys: Keys, way: Proxy, options: Any) -> None:
+    """So it keeps no other from its queue."""
     is_unique = "when_busy" not in options
     task = unique(queue.app, "k", lease=1, **options)
     queue.app.finalize()
@@ -674,9 +646,7 @@ def test_a_task_that_could_not_ask_for_its_key_keeps_no_other_from_its_queue(
     [(1, {}), (1, {"when_busy": buffer_one()}), (2, {"when_busy": buffer_one()})],
     ids=["longer", "number", "published"],
 )
-def test_what_a_signal_handler_raises_is_no_trouble_of_the_server(
-    queue: Queue, keys: Keys, way: Proxy, number: int, options: Any
-) -> None:
+def test_a_signal_handler_s_error_is_raised(queue: Queue, keys: Keys, way: Proxy, number: int, options: Any) -> None:
     """Also where its class is one of the system's errors; the key of a published task lives for as long as it waits."""
     task = unique(queue.app, "k", when_down=carry_on, **options)
     task.delay("first")

@@ -237,9 +237,7 @@ ASYNC_TASKS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize(
     "key", ["{value}:{other}", lambda *, value, other: f"{value}:{other}"], ids=["text", "callable"]
 )
-def test_the_key_above_a_decorated_method_has_the_arguments_of_the_call(
-    queue: Queue, keys: Keys, make: Any, options: Any, key: Any
-) -> None:
+def test_the_key_above_a_method_has_its_arguments(queue: Queue, keys: Keys, make: Any, options: Any, key: Any) -> None:
     """Celery copies the signature of the function, which has the task itself, to its wrapper of the method."""
 
     def both(self: Any, value: int, other: int = 1) -> Any:
@@ -277,16 +275,12 @@ def test_every_call_of_a_task_that_celery_would_not_await_is_refused(
 
 
 @pytest.mark.parametrize("options", [{}, {"lazy": False}, RETRIED], ids=repr)
-def test_the_decorator_above_a_task_that_celery_would_not_await_is_refused(
-    queue: Queue, fetch: Any, options: Any
-) -> None:
+def test_the_decorator_above_a_task_that_is_not_awaited_is_refused(queue: Queue, fetch: Any, options: Any) -> None:
     with pytest.raises(ConfigurationError, match="asyncio"):
         decorated("k")(queue.app.task(fetch, **options)).delay()
 
 
-def test_an_async_function_that_is_awaited_can_be_a_task(
-    queue: Queue, keys: Keys, fetch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_awaited_task_can_be_async(queue: Queue, keys: Keys, fetch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the class of the task, by a decorator of the user's, or by the pool of a library."""
     queue.app.conf.task_annotations = {"*": {"rate_limit": "7/m"}}
     function = decorated("k")(fetch)

@@ -97,9 +97,9 @@ def test_a_task_whose_key_is_taken_over_while_it_is_published_has_its_key_until_
     assert keys.lives_for(lives_for)
 
 
-def test_a_task_that_a_worker_receives_at_that_moment_keeps_no_other_run_out(
-    tasks: Any, redis_url: str, keys: Keys
-) -> None:
+def test_a_task_that_is_received_at_that_moment_keeps_no_other_run_out(tasks: Any, redis_url: str, keys: Keys) -> None:
+    """When another run asks for its key."""
+
     class Client(Redis):
         """Of which the first command is answered, and then a worker receives the task."""
 
@@ -116,9 +116,7 @@ def test_a_task_that_a_worker_receives_at_that_moment_keeps_no_other_run_out(
     assert DEFAULT_LEASE / 2 < keys.left() <= DEFAULT_LEASE, "the worker could not renew it meanwhile"
 
 
-def test_the_holder_of_a_key_that_is_taken_over_is_told_to_be_killed_only_if_it_was(
-    redis_url: str, keys: Keys, happened: list[Event]
-) -> None:
+def test_a_holder_is_told_to_be_killed_only_if_it_was(redis_url: str, keys: Keys, happened: list[Event]) -> None:
     for state, kinds in {"queued": [Acquired, Released], "running": [Reclaimed, Acquired, Released]}.items():
         happened.clear()
         keys["k"] = token_of("another", state=state, is_dead=True)
@@ -127,9 +125,7 @@ def test_the_holder_of_a_key_that_is_taken_over_is_told_to_be_killed_only_if_it_
         assert ("k" in keys) == (state == "queued"), "nothing is owed to a task whose run was killed"
 
 
-def test_a_task_whose_time_has_come_to_its_end_has_no_key(
-    tasks: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_whose_time_has_ended_has_no_key(tasks: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     two = tasks()
     two.run_other(lambda: monkeypatch.setattr(commands, "now", lambda: now() + LEFT))
     assert "k" not in keys

@@ -118,7 +118,7 @@ def test_the_key_lives_with_its_worker_and_the_run_has_its_token(worker: Worker,
     assert keys.lives_for(LEASE)
 
 
-def test_a_task_keeps_its_key_for_longer_than_queue_timeout_while_its_worker_lives(
+def test_a_received_task_keeps_its_key_for_longer_than_queue_timeout(
     worker: Worker, keys: Keys, redis_url: str
 ) -> None:
     with Redis.from_url(redis_url, decode_responses=True) as client, configure(queue_timeout=2 * LEASE, redis=client):
@@ -154,9 +154,7 @@ def test_a_key_is_not_renewed_before_its_task_may_begin(worker: Worker, keys: Ke
 
 
 @pytest.mark.parametrize("is_forgotten", [True, False], ids=["forgotten", "acknowledged"])
-def test_a_key_is_not_renewed_once_its_task_has_ended(
-    worker: Worker, clock: list[float], *, is_forgotten: bool
-) -> None:
+def test_a_key_is_not_renewed_once_its_task_is_over(worker: Worker, clock: list[float], *, is_forgotten: bool) -> None:
     """The key may name it again: by a command that was sent twice, and arrives late; or its run has another key."""
     lease = worker.lease()
     assert lease.renew_at < lease.ends_at
@@ -173,9 +171,7 @@ def test_a_key_is_not_renewed_once_its_task_has_ended(
 
 
 @pytest.mark.parametrize("is_revoked", [False, True])
-def test_a_task_is_queued_again_when_its_worker_loses_the_connection_to_the_broker(
-    worker: Worker, keys: Keys, clock: list[float], *, is_revoked: bool
-) -> None:
+def test_a_task_of_a_lost_connection_waits(worker: Worker, keys: Keys, clock: list[float], *, is_revoked: bool) -> None:
     """Celery forgets it then, and may take it again much later; it is not told of that."""
     lease = worker.lease()
     if is_revoked:
@@ -199,9 +195,7 @@ def is_queued_since(moment: float, keys: Keys, key: str = "k") -> bool:
 
 
 @pytest.mark.parametrize("is_received", [True, False])
-def test_a_task_that_is_queued_again_by_another_value_keeps_its_key_and_runs(
-    worker: Worker, queue: Queue, keys: Keys, *, is_received: bool
-) -> None:
+def test_a_task_queued_again_has_its_key(worker: Worker, queue: Queue, keys: Keys, *, is_received: bool) -> None:
     """Its message has the value by which it was queued at first."""
     waits = worker.task.delay("k")
     worker.receive()
@@ -244,9 +238,7 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(worker:
 
 
 @pytest.mark.parametrize("how", ["its worker ends", "it is revoked, and its worker ends", "its child is killed"])
-def test_a_task_whose_key_another_run_has_is_queued_again_by_that_run_unless_it_will_not_run(
-    worker: Worker, keys: Keys, how: str
-) -> None:
+def test_a_task_whose_key_another_run_has_is_queued_again_by_that_run(worker: Worker, keys: Keys, how: str) -> None:
     """Its own value names the worker, which is dead then, so another call would take it over."""
     is_over = how != "its worker ends"
     lease = worker.lease(time_start=now() if "child" in how else None)
@@ -414,9 +406,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("celery", HOW.values(), ids=HOW)
-def test_a_run_is_told_of_a_redelivery_that_waits_for_a_process(
-    app: Celery, worker: Worker, keys: Keys, celery: dict[str, Any]
-) -> None:
+def test_a_run_is_told_of_a_waiting_redelivery(app: Celery, worker: Worker, keys: Keys, celery: dict[str, Any]) -> None:
     task = a_task(app, work, key="{key}", celery=celery)
     answer = task.delay(key="k")
     worker.receive(task=task, **{**REDELIVERED, "kwargs": {"key": "k"}}, args=[])

@@ -125,9 +125,7 @@ def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str
 
 
 @pytest.mark.parametrize(("what", "expected"), [("has the key", [0, 0, 0]), ("has run", [0, 1, 1])])
-def test_the_second_call_in_a_delivery_after_another_task(
-    queue: Queue, keys: Keys, what: str, expected: list[int]
-) -> None:
+def test_a_second_call_after_another_task(queue: Queue, keys: Keys, what: str, expected: list[int]) -> None:
     """It is requeued, and not dropped for the end of the first call; nor does it run after a newer task."""
     runs: list[int] = []
 
@@ -148,9 +146,7 @@ def test_the_second_call_in_a_delivery_after_another_task(
 
 
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
-def test_a_redelivery_that_finds_the_server_away_waits_unless_it_may_run_without_its_key(
-    queue: Queue, way: Proxy, policy: Any
-) -> None:
+def test_a_redelivery_waits_for_the_server_unless_it_may_carry_on(queue: Queue, way: Proxy, policy: Any) -> None:
     """Its run may be under way, so a failure, or None, would be stored over the result of that run."""
     runs: list[str] = []
     answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), when_down=policy).delay()
@@ -165,9 +161,7 @@ def test_a_redelivery_that_finds_the_server_away_waits_unless_it_may_run_without
 
 @pytest.mark.parametrize("broker", ["redis", "unmarked"])  # the second does not mark redeliveries, like SQS
 @pytest.mark.parametrize("retries", [0, 1])
-def test_a_replacement_waits_like_any_other(
-    new_app: Any, redis_url: str, keys: Keys, broker: str, retries: int
-) -> None:
+def test_a_replacement_waits_as_any_other(new_app: Any, redis_url: str, keys: Keys, broker: str, retries: int) -> None:
     """Also after a task that was requeued, and while a retry that it replaces holds the key."""
 
     def work(self: Any) -> str:
@@ -256,9 +250,7 @@ def test_without_redeliveries_the_marker_costs_no_command(queue: Queue, keys: Ke
 
 
 @pytest.mark.parametrize("minutes", [30, 31])
-def test_a_long_run_sets_the_marker_for_redeliveries_that_could_not_ask(
-    queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, minutes: int
-) -> None:
+def test_a_long_run_sets_the_marker(queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, minutes: int) -> None:
     """One of more than half of the time after which the broker redelivers."""
     monkeypatch.setattr(delivery, "now", lambda: 1000.0)
     later = lambda_of(lambda: monkeypatch.setattr(delivery, "now", lambda: 1000.0 + 60 * minutes))
@@ -339,9 +331,7 @@ def test_the_end_of_a_run_is_not_stored_if_its_process_exits_before_its_result_i
 @pytest.mark.filterwarnings("ignore:Exception raised outside body")
 @pytest.mark.parametrize("acks", [True, False])
 @pytest.mark.parametrize("result", [object(), "done"], ids=["it cannot be serialized", "the result backend is away"])
-def test_a_message_that_comes_back_after_a_run_whose_result_could_not_be_stored(
-    new_app: Any, keys: Keys, tmp_path: Path, result: Any, *, acks: bool
-) -> None:
+def test_a_run_whose_result_is_not_stored(new_app: Any, keys: Keys, tmp_path: Path, result: Any, *, acks: bool) -> None:
     """Celery takes such a run for a failed one, whose message may come back by a dead-letter queue."""
     runs: list[str] = []
     (results := tmp_path / "results").mkdir()

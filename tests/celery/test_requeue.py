@@ -105,9 +105,10 @@ def test_the_wait_is_whole_seconds_only_where_rabbitmq_may_keep_it(
     assert given == {**given, **ways[way_back], "countdown": countdown}
 
 
-def test_a_task_that_cannot_be_requeued_because_the_broker_is_away_fails(
+def test_a_task_fails_if_the_broker_cannot_requeue_it(
     queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As where it is away."""
     a_task(queue.app, done, when_busy=retry()).delay()
     monkeypatch.setattr(queue.app.amqp, "send_task_message", raises(OperationalError("the broker is away")))
     with keys.busy():
@@ -189,9 +190,7 @@ def test_what_a_header_says_of_a_message(request_: Any, header: Header) -> None:
 
 @pytest.mark.parametrize("make", [a_task, above_and_below])
 @pytest.mark.parametrize("retries", [0, 1])
-def test_a_task_is_not_lost_if_a_signal_handler_hands_on_all_headers(
-    queue: Queue, keys: Keys, retries: int, make: Any
-) -> None:
+def test_a_task_is_kept_if_a_handler_hands_on_all_headers(queue: Queue, keys: Keys, retries: int, make: Any) -> None:
     """As code that traces tasks does: the headers of each delivery come in the place of those that are published."""
 
     def hand_on(headers: Any, **_: Any) -> None:
