@@ -35,7 +35,6 @@ from tests.celery.deliveries import (
     lambda_of,
     token_of,
 )
-from tests.decorated import CLOSED
 from tests.interruptions import raises
 
 
@@ -387,16 +386,6 @@ def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
     assert keys.redis.get(marker) == b"not ours"
     told = f"the completion marker or number of {answer.id} cannot be read or written: WRONGTYPE"
     assert caplog.messages[-1].startswith(told)
-
-
-def test_a_server_that_is_down_is_not_asked_for_the_marker(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each such command would wait as long as the one that has found it down."""
-    asked: list[Any] = []
-    monkeypatch.setattr(delivery, "drive", lambda _client, commands: asked.append(commands))
-    a_task(queue.app, done, when_down=retry(), redis=CLOSED).delay()
-    queue.deliver()
-    assert queue.take()["headers"]["only_one"]["times"] == 1
-    assert not asked
 
 
 def test_what_the_marker_remembers(server: Server, keys: Keys) -> None:
