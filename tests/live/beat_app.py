@@ -1,4 +1,4 @@
-"""What beats send to a worker, each by a clock of its own: one task that keeps its key, and one that does not."""
+"""What beats send to a worker, each by a clock of its own: a task that keeps its key."""
 
 from __future__ import annotations
 
@@ -34,27 +34,20 @@ class EveryTick(schedule):  # type: ignore[misc]  # Celery has no types
         return schedstate(is_due=due, next=(1 - passed % 1) * INTERVAL)
 
 
-def task_of(name: str, **options: Any) -> Any:
-    """A task that takes no time, and may run again at once, unless its options say otherwise."""
+@app.task(name="tick", shared=False, ignore_result=True)  # type: ignore[untyped-decorator]
+@only_one("tick", lease=5, at_least=AT_LEAST)
+def run(number: str) -> str:  # noqa: ARG001 - for the witness
+    """Take no time, so that without `at_least` it might run again at once."""
+    return "done"
 
-    @only_one("{name}", lease=5, **options)
-    def run(tick: str) -> str:  # noqa: ARG001 - for the witness
-        return "done"
-
-    return app.task(name=name, shared=False, ignore_result=True)(run)
-
-
-TASKS = [task_of("kept_for_a_tick", at_least=AT_LEAST), task_of("released")]
 
 if URL in os.environ:  # in a beat or a worker
-    app.conf.beat_schedule = {
-        task.name: {"task": task.name, "schedule": EveryTick(INTERVAL, app=app), "args": [""]} for task in TASKS
-    }
+    app.conf.beat_schedule = {"tick": {"task": "tick", "schedule": EveryTick(INTERVAL, app=app), "args": [""]}}
 
     @before_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
-    def about_to_send(headers: dict[str, Any], body: Any, **_: Any) -> None:
+    def about_to_send(body: Any, **_: Any) -> None:
         """Write into the message of which tick it is."""
-        body[0][0] = f"{headers['task']}-{int(ticks_until(time.time()))}"
+        body[0][0] = str(int(ticks_until(time.time())))
 
     @after_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
     def sent(body: Any, **_: Any) -> None:
