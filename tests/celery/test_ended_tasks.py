@@ -109,6 +109,13 @@ DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (Fals
 """Whether there is nothing left to release; and whether the key is free then."""
 
 
+def killed_run(server: Server, key: str, attempt: int = 0, *, takeover: bool = True) -> Any:
+    """What the renewing thread has to see to for a run that was killed."""
+    options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
+    delivery: Any = SimpleNamespace(work=Work("mine", 0, attempt), name="work")
+    return killed_runs._KilledRun(server, key, delivery, options)
+
+
 def test_a_key_is_released_when_its_process_is_dead(
     keys: Keys, server: Server, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,9 +123,7 @@ def test_a_key_is_released_when_its_process_is_dead(
     def look(value: bytes | None, *, takeover: bool = True, attempt: int = sys.maxsize) -> tuple[bool, bool]:
         if value is not None:
             keys["k"] = value
-        options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
-        delivery: Any = SimpleNamespace(work=Work("mine", 0, attempt))
-        is_over = killed_runs._KilledRun(server, f"{keys.prefix}k", delivery, options).act_on(keys["k"])
+        is_over = killed_run(server, f"{keys.prefix}k", attempt, takeover=takeover).act_on(keys["k"])
         renewal.finish_pending_releases()
         return is_over, "k" not in keys
 
@@ -143,15 +148,16 @@ def test_a_key_is_released_when_its_process_is_dead(
         assert look(queued("mine", waits), takeover=False, attempt=attempt) == outcome
 
 
+@pytest.mark.usefixtures("app")
 def test_the_death_of_a_process_is_waited_for(
     server: Server, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For ten seconds, and not all the time."""
+    """For ten seconds, and not all the time; if the key's slot has moved, it is asked for again without a warning."""
     moment = 0.0
     monkeypatch.setattr(killed_runs, "now", lambda: moment)
-    options: Any = SimpleNamespace(takeover=True)
-    delivery: Any = SimpleNamespace(work=Work("mine", 0, 0))
-    ending = killed_runs._KilledRun(server, "k", delivery, options)
+    ending = killed_run(server, "k")
+    assert not ending.note_reply(ending.command(), MovedError("5 127.0.0.1:7"))
+    assert not events._warned_of
     for moment, is_over in ((0.0, False), (PATIENCE - 1, False), (PATIENCE, True)):
         assert ending.note_reply(ending.command(), held_by(child.pid)) == is_over
         assert ending.try_at == moment + 0.02
@@ -277,14 +283,6 @@ def test_all_keys_of_a_cluster_are_looked_at(task: Any, dead: bytes) -> None:
             fail(task, "k")
             assert eventually(lambda: not (client.exists(*names) or endings()))
             assert client.exists("another:k", "only_one:list") == 2
-
-
-@pytest.mark.usefixtures("app")
-def test_a_key_whose_slot_has_moved_is_asked_for_again_without_a_warning(server: Server) -> None:
-    delivery: Any = SimpleNamespace(work=Work("mine", 0, 0), name="work")
-    ending = killed_runs._KilledRun(server, "k", delivery, options=delivery)
-    assert not ending.note_reply(ending.command(), MovedError("5 127.0.0.1:7"))
-    assert not events._warned_of
 
 
 def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_back(

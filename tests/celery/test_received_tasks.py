@@ -12,7 +12,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Celery
 from celery.app.task import Context
 from celery.exceptions import WorkerLostError
 from celery.signals import task_failure, task_received, task_unknown, worker_shutdown
@@ -342,7 +341,6 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     assert warning.getMessage() == f"the key or number of {worker.task.name}, which was received, could not be stored"
 
 
-REDELIVERED: dict[str, Any] = {"delivery_info": {"redelivered": True}, "kwargs": {}}
 LATER = "2100-01-01T00:00:00+00:00"
 
 
@@ -399,32 +397,26 @@ def handed_on(task: Any, key: str) -> Any:
 
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
-    "autoretry": {"autoretry_for": (ValueError,)},
-    "handed on": {"__call__": handed_on},
-    "not acks_late": {"acks_late": False},
+    "autoretry": {"celery": {"autoretry_for": (ValueError,)}},
+    "handed on": {"celery": {"__call__": handed_on}},
+    "not acks_late": {"celery": {"acks_late": False}},
+    "its key cannot be made": {"key": "{key.missing}"},
+    "a callable cannot make its key": {"key": lambda key: key.missing},
 }
 
 
-@pytest.mark.parametrize("celery", HOW.values(), ids=HOW)
-def test_a_run_is_told_of_a_waiting_redelivery(app: Celery, worker: Worker, keys: Keys, celery: dict[str, Any]) -> None:
-    task = a_task(app, work, key="{key}", celery=celery)
-    answer = task.delay(key="k")
-    worker.receive(task=task, **{**REDELIVERED, "kwargs": {"key": "k"}}, args=[])
-    told = {} if "acks_late" in celery else {b"asked": b"1"}
-    assert keys.marked(answer.id) == told
-
-
-def test_a_key_that_cannot_be_made_keeps_no_other_task_from_being_announced(
-    app: Celery, worker: Worker, keys: Keys, caplog: pytest.LogCaptureFixture
-) -> None:
-    keys_of_tasks: list[Any] = ["{key.missing}", lambda key: key.missing, "{key}"]
-    for each in [a_task(app, work, key=key) for key in keys_of_tasks]:
-        answer = each.delay("k")
-        for args in ([], ["k"]):
-            worker.receive(task=each, **REDELIVERED, args=args)
+@pytest.mark.parametrize("how", HOW)
+def test_a_run_is_told_of_a_redelivery(worker: Worker, keys: Keys, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    """And another's, after a task whose key cannot be made: the run says so."""
+    for each in (how, "plain"):
+        task = a_task(worker.app, work, **{"key": "{key}", **HOW[each]})
+        answer = task.delay(key="k")
+        for args, kwargs in (([], {}), ([], {"key": "k"}), (["k"], {})):
+            worker.receive(task=task, delivery_info={"redelivered": True}, args=args, kwargs=kwargs)
+        is_told = each in {"plain", "autoretry", "handed on"}
+        assert keys.marked(answer.id) == ({b"asked": b"1"} if is_told else {})
         assert not keys.redis.keys(f"{{None}}*{answer.id}*")
-    assert keys.marked(answer.id)
-    assert not caplog.records, "the runs say so"
+    assert not caplog.records
 
 
 def test_a_task_that_has_ended_is_forgotten_after_a_while(worker: Worker, clock: list[float]) -> None:
