@@ -21,11 +21,13 @@ from celery.app.trace import build_tracer
 from redis import Redis
 
 from only_one import current_lock, only_one
-from only_one.call.owed_key import Withdrawal
+from only_one.call.owed_key import Withdrawal, note_of
 from only_one.celery import coalescing
 from only_one.clock import now
 from only_one.holder import Holder
+from only_one.lock.commands import WAITS_NO_MORE
 from only_one.lock.token import TokenFactory
+from rigs.waiting import eventually
 
 HOUR = 3600
 QUEUE_TIMEOUT = HOUR
@@ -82,6 +84,15 @@ class Keys:
     def lives_for(self, seconds: float, key: str = "k") -> bool:
         left = self.left(key)
         return max(0, seconds - SLACK) < left <= seconds + 0.5
+
+    def withdraw(self, task_id: str, attempt: int = 0) -> None:
+        """Note that a task waits no more."""
+        self.redis.set(note_of(f"{self.prefix}k", task_id, 0, attempt), WAITS_NO_MORE)
+
+    def come_to_be_withdrawn(self, task_id: str) -> bool:
+        """Whether this is noted of a task, or comes to be."""
+        note = note_of(f"{self.prefix}k", task_id, 0, 0)
+        return eventually(lambda: self.redis.get(note) == b"%d" % WAITS_NO_MORE)
 
     def marker(self, task_id: str, key: str = "k") -> str:
         """The name of the completion marker of a task's first attempt."""

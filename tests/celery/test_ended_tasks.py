@@ -26,14 +26,12 @@ from redis import Redis
 from redis.exceptions import MovedError
 
 from only_one import buffer_one, configure, events, settings
-from only_one.call.owed_key import note_of
 from only_one.celery import ended_tasks, killed_runs
 from only_one.celery.delivery import DeliveryState
 from only_one.celery.requeue import Header
 from only_one.connections.server import Server, find_server
 from only_one.holder import Work
 from only_one.lock import renewal
-from only_one.lock.commands import WAITS_NO_MORE
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
@@ -225,7 +223,7 @@ def test_a_lost_process_ends_a_task_that_is_unique_in_another_version_of_the_cod
         fail(task, "k")
     finally:
         task.request_stack.pop()
-    assert eventually(lambda: keys.redis.get(note_of(f"{keys.prefix}k", "mine", 0, 0)) == b"%d" % WAITS_NO_MORE)
+    assert keys.come_to_be_withdrawn("mine")
 
 
 @pytest.mark.parametrize("name", ["celery.map", "celery.starmap"])
@@ -389,7 +387,7 @@ def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it
     lost = unique_task if is_unique else task
     keys["k"] = dead
     if has_ended:
-        keys.redis.set(note_of(f"{keys.prefix}k", "mine", 0, 2), WAITS_NO_MORE)
+        keys.withdraw("mine", 2)
     request = Context(id="mine", retries=1, **given)
     task_retry.send(sender=lost, request=request, reason=Retry(exc=ValueError(), when=60))
     assert not endings()
@@ -407,7 +405,7 @@ def test_who_takes_over_the_key_of_a_task_whose_process_is_lost_owes_it_nothing(
     keys["k"] = held_by(os.getppid(), "another")
     request = Context(id="mine", retries=0, args=("k",), **Header("mine", 0, key=f"{keys.prefix}k").as_headers())
     task_retry.send(sender=unique_task, request=request, reason=Retry(exc=WorkerLostError(), when=60))
-    assert eventually(lambda: keys.redis.get(note_of(f"{keys.prefix}k", "mine", 0, 0)) == b"%d" % WAITS_NO_MORE)
+    assert keys.come_to_be_withdrawn("mine")
     # Where nobody has taken it over, it is not free before the retry's value is stored.
     keys["k"] = queued("mine", 0)
     withdrawal = ended_tasks.withdrawal_of(unique_task, request)
@@ -487,8 +485,7 @@ def test_a_message_that_was_requeued_carries_its_key_by_which_it_is_withdrawn(qu
     message = queue.take()
     assert message["headers"]["only_one"]["key"] == f"{keys.prefix}k"
     revoke(newest, "k", id=message["headers"]["id"], only_one=message["headers"]["only_one"])
-    note = note_of(f"{keys.prefix}k", message["headers"]["id"], 0, 0)
-    assert eventually(lambda: keys.redis.get(note) == b"%d" % WAITS_NO_MORE)
+    assert keys.come_to_be_withdrawn(message["headers"]["id"])
 
 
 def lose_and_retry(task: Any, **request: Any) -> None:

@@ -23,13 +23,11 @@ from kombu.exceptions import EncodeError, OperationalError
 from pydantic import BaseModel
 
 from only_one import AlreadyRunning, Busy, LockUnavailable, configure, current_lock
-from only_one.call.owed_key import note_of
 from only_one.celery.broker import waits_for
 from only_one.celery.coalescing import triggers_of
 from only_one.celery.requeue import Header
 from only_one.holder import task_id_of
 from only_one.lock import renewal
-from only_one.lock.commands import WAITS_NO_MORE
 from only_one.policies import buffer_one, carry_on, fail, retry, skip
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
@@ -705,7 +703,7 @@ def test_a_task_is_published_though_its_key_is_not_lengthened(
         answer = task.delay(1)
         assert isinstance(answer, AsyncResult)
         if how.endswith("ends"):
-            keys.redis.set(note_of(f"{keys.prefix}k", answer.id, 0, 0), WAITS_NO_MORE)
+            keys.withdraw(answer.id)
     assert len(queue) == 1
     text = f"{keys.prefix}k is queued, and may be queued again in 30 s: "
     assert [each.levelname for each in caplog.records if each.getMessage().startswith(text)] == levels

@@ -147,7 +147,7 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
     def end() -> None:
         if how == "revoked":
             task_revoked.send(sender=two.task, request=Context(message["headers"]), terminated=False)
-            assert eventually(lambda: keys.redis.keys(f"*withdrawn:{two.waits.id}:*"))
+            assert keys.come_to_be_withdrawn(two.waits.id)
             return
         with monkeypatch.context() as cut:
             if how == "cut off":  # it cannot say that it has ended

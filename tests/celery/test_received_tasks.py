@@ -19,12 +19,10 @@ from kombu.asynchronous.timer import Timer
 from redis import Redis
 
 from only_one import buffer_one, configure, events
-from only_one.call.owed_key import note_of
 from only_one.celery import received_tasks
 from only_one.celery.requeue import Header
 from only_one.clock import now
 from only_one.lock import renewal
-from only_one.lock.commands import WAITS_NO_MORE
 from only_one.lock.token import TokenFactory
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
@@ -174,7 +172,7 @@ def test_a_task_of_a_lost_connection_waits(worker: Worker, keys: Keys, clock: li
     """Celery forgets it then, and may take it again much later; it is not told of that."""
     lease = worker.lease()
     if is_revoked:
-        keys.redis.set(note_of(lease.key, worker.requests[-1].id, 0, 0), WAITS_NO_MORE)
+        keys.withdraw(worker.requests[-1].id)
     lost_at = time.time() - 0.001  # a value has whole milliseconds
     worker.requests.clear()
     lease.lives_on(clock[0], LEASE)
@@ -240,10 +238,10 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(worker:
 def test_a_task_whose_key_another_run_has_is_queued_again_by_that_run(worker: Worker, keys: Keys, how: str) -> None:
     """Its own value names the worker, which is dead then, so another call would take it over."""
     is_over = how != "its worker ends"
-    lease = worker.lease(time_start=now() if "child" in how else None)
+    worker.lease(time_start=now() if "child" in how else None)
     task_id = worker.requests[-1].id
     if "revoked" in how:
-        keys.redis.set(note_of(lease.key, task_id, 0, 0), WAITS_NO_MORE)
+        keys.withdraw(task_id)
     ended_at = time.time() - 0.001  # a value has whole milliseconds
 
     def end() -> None:
@@ -251,7 +249,7 @@ def test_a_task_whose_key_another_run_has_is_queued_again_by_that_run(worker: Wo
             end_worker()
             return
         task_failure.send(sender=worker.task, task_id=task_id, exception=WorkerLostError(), args=("k",), kwargs={})
-        assert eventually(lambda: keys.redis.keys(f"*withdrawn:{task_id}:*"))
+        assert keys.come_to_be_withdrawn(task_id)
 
     decorated("k")(end)()
     assert "k" not in keys if is_over else is_queued_since(ended_at, keys)
