@@ -189,30 +189,23 @@ def test_the_key_of_a_lost_process_is_released(
     task: Any, unique_task: Any, keys: Keys, child: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not that of any other failure; and nothing is done where the locking is switched off."""
-    for key in ("k", "error", "unique"):
+    for key in ("k", "error", "unique", "limit"):
         keys[key] = held_by(child.pid, attempt=1)
     keys["uuid"] = held_by(child.pid, str(task_id := uuid4()))
     fail(task, "k")
     fail(task, "uuid", task_id=task_id)
     fail(unique_task, "unique")  # of which the worker knows no request any more
+    for attempt in (1, 0):  # at a hard time limit Celery tells it twice, once of the attempt that the worker remembers
+        about = Context(id="mine", retries=attempt, args=("limit",))
+        task_revoked.send(sender=task, request=about, terminated=True)
     end(child)
-    assert eventually(lambda: not any(key in keys for key in ("k", "uuid", "unique")))
+    assert eventually(lambda: not any(key in keys for key in ("k", "uuid", "unique", "limit")))
     fail(task, "error", ValueError())
     with configure(active=False):
         fail(task, "error")
     assert eventually(lambda: not endings())
     assert "error" in keys
     assert not caplog.records
-
-
-def test_a_killed_retry_is_told_from_its_first_attempt(task: Any, keys: Keys, child: subprocess.Popen[bytes]) -> None:
-    """At a hard time limit Celery tells it twice, once without the request: a worker may know that of another only."""
-    keys["k"] = held_by(child.pid, attempt=1)
-    for attempt in (1, 0):
-        about = Context(id="mine", retries=attempt, args=("k",))
-        task_revoked.send(sender=task, request=about, terminated=True)
-    end(child)
-    assert eventually(lambda: "k" not in keys)
 
 
 def test_a_lost_process_ends_a_task_that_is_unique_in_another_version_of_the_code(task: Any, keys: Keys) -> None:
