@@ -163,26 +163,36 @@ TROUBLE: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "the broker is down": (OperationalError, DOWN, 1),
     "it cannot be encoded": ((EncodeError, TypeError), {}, object()),
     "a signal handler raises": (KeyboardInterrupt, {}, 1),
+    "a signal handler raises, and the server is away": (KeyboardInterrupt, {}, 1),
 }
 
 
 @pytest.mark.parametrize("policy", [{}, {"when_busy": buffer_one()}], ids=["unique", "buffer_one"])
 @pytest.mark.parametrize("how", TROUBLE)
-def test_a_task_that_is_not_published_has_no_key(new_app: Any, queue: Queue, keys: Keys, policy: Any, how: str) -> None:
-    """So it keeps no other from its queue."""
+def test_a_task_that_is_not_published_has_no_key(
+    new_app: Any, queue: Queue, keys: Keys, way: Proxy, policy: Any, how: str
+) -> None:
+    """So it keeps no other from its queue; if it could not be released then, it is in the background."""
 
     def look() -> None:
         had_key.append("k" in keys)
-        if how == "a signal handler raises":
+        if how.endswith("away"):
+            keys.redis.pexpire(f"{keys.prefix}k", 600_000)  # no expiry explains within this test that it is free
+            stack.enter_context(way.refused())
+        if how.startswith("a signal handler"):
             raise KeyboardInterrupt
 
     error, settings, value = TROUBLE[how]
     had_key: list[bool] = []
     task, again = (unique(new_app(**each), "k", celery={"name": "published"}, **policy) for each in (settings, {}))
-    with about_to_publish(task, look), pytest.raises(error):
-        task.delay(value)
-    assert had_key == [not policy]
-    assert "k" not in keys
+    with ExitStack() as stack:
+        with about_to_publish(task, look), pytest.raises(error):
+            task.delay(value)
+        assert had_key == [not policy]
+        assert ("k" in keys) == (how.endswith("away") and not policy)
+    assert eventually(lambda: "k" not in keys)
+    with later(60):
+        assert eventually(lambda: not renewal._renewer.pending_releases)  # it is not looked for any more
     assert again.delay(1) == again.delay(1)
     assert len(queue) == 1
 
@@ -658,24 +668,6 @@ def test_a_signal_handler_s_error_is_raised(queue: Queue, keys: Keys, way: Proxy
     assert len(queue) == 1 + (number == 2 or not options)
     assert options or eventually(lambda: keys.lives_for(QUEUE_TIMEOUT))
     held[-1].let_go()
-
-
-def test_a_key_whose_release_fails_is_released_in_the_background(queue: Queue, keys: Keys, way: Proxy) -> None:
-    """No expiry explains within this test that it is free."""
-    task = unique(queue.app, "k")
-    with ExitStack() as stack:
-
-        def refuse() -> None:
-            assert keys.redis.pexpire(f"{keys.prefix}k", 600_000)
-            stack.enter_context(way.refused())
-            raise KeyboardInterrupt
-
-        with about_to_publish(task, refuse), pytest.raises(KeyboardInterrupt):
-            task.delay()
-        assert "k" in keys
-    assert eventually(lambda: "k" not in keys)
-    with later(60):
-        assert eventually(lambda: not renewal._renewer.pending_releases)  # it is not looked for any more
 
 
 @pytest.mark.parametrize(
