@@ -140,18 +140,13 @@ def test_what_a_duplicate_gets_by_its_policy(queue: Queue, keys: Keys) -> None:
     assert (own.is_duplicate, own.holder.task_id) == (True, first.id)
     with configure(when_busy=retry()):  # which is for tasks that run
         assert unique(queue.app, "k").delay() == first
+    assert unique(queue.app, "k", when_busy=lambda error: retry()(error) if error.holder else None).delay() == first
     assert len(queue) == 1
+    # The newest call is not lost: the worker puts it behind the run, and drops older ones that wait there.
+    newest = unique(queue.app, "k", when_busy=lambda error: buffer_one()(error) if error.holder else None).delay()
+    assert (newest == first, newest.is_duplicate, newest.holder, len(queue)) == (False, False, None, 2)
     with configure(active=False):
         assert not unique(queue.app, "k").delay().is_duplicate
-
-
-def test_within_a_policy_of_your_own_buffer_one_publishes_and_retry_does_not(queue: Queue) -> None:
-    """The newest call is not lost; the worker puts it behind the run, and drops older ones that wait there."""
-    first = unique(queue.app, "k").delay()
-    again = unique(queue.app, "k", when_busy=lambda error: retry()(error) if error.holder else None).delay()
-    newest = unique(queue.app, "k", when_busy=lambda error: buffer_one()(error) if error.holder else None).delay()
-    assert again == first
-    assert (newest == first, newest.is_duplicate, newest.holder, len(queue)) == (False, False, None, 2)
 
 
 # Trouble
