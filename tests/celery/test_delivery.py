@@ -449,17 +449,19 @@ def test_a_retry_has_the_key_of_its_task_unless_its_arguments_give_another(
     def work(value: Any) -> str:
         ran_with.append(current_lock().key)
         if len(ran_with) == 1:
+            keys.redis.hset(keys.marker(answer.id, ran_with[0].removeprefix(keys.prefix)), "asked", 1)
             task.retry(**{"countdown": 0, **retried})
         return str(value)
 
     ran_with: list[str] = []
-    task = unique(queue.app, template, function=kind(work), celery={"base": Awaits})
+    task = unique(queue.app, template, function=kind(work), celery={"acks_late": True, "base": Awaits})
     answer = task.apply_async((value,), headers={"x-mine": 1}, **sent)
     way.forget_commands()
     queue.deliver()
     assert way.commands[0] == ("SET" if "task_id" in sent else "EVAL"), "it knows by what value it was queued"
     headers, key = queue.messages()[0]["headers"], ran_with[0].removeprefix(keys.prefix)
     assert (headers["x-mine"], "key" in headers["only_one"]) == (1, has_its_key)
+    assert b"ended" in keys.marked(answer.id, key), "a redelivery of the first attempt learns of its end"
     assert keys.state(key) == (("queued", 1) if seconds else None)
     assert keys.lives_for(seconds, key) if seconds else key not in keys
     assert task.delay(value).is_duplicate == bool(seconds)
