@@ -27,7 +27,7 @@ def test_without_persistence_the_holder_learns_that_it_has_lost(server: RedisSer
 def test_with_an_append_only_file_keys_are_there_again() -> None:
     """They go on falling, are renewed and released by their runs."""
     with (
-        redis_server("--appendonly", "yes") as server,
+        redis_server("--appendonly", "yes", "--appendfsync", "always") as server,
         redis_py.Redis.from_url(server.url) as client,
         Running(lease=60, redis=server.url) as run,
     ):
