@@ -246,7 +246,7 @@ with suppress(ImportError):  # click comes with Celery
 
 # Celery loads this command in a worker's main process, too. The import connects our handlers to Celery's signals there.
 if "celery" in sys.modules:
-    from .celery import async_tasks  # noqa: F401
+    from .celery import ended_tasks  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
         KeyTemplateError: for a key that cannot work, or a ``work_id`` with other parameters.
         ConfigurationError: for an option that cannot work, or an object that cannot be decorated.
             Each call of a Celery task that is made of an async function raises it, too, because
-            Celery would not await the function.
+            Celery would not await the function: once its app is finalized, or its worker begins.
     """
     given = {name: value for name, value in locals().items() if name in CHECKS and value is not ...}
     if redis is None:
@@ -246,10 +246,7 @@ def wrap(function: Any, key: Any, options: Options, task: Any = None) -> Any:
     wrapper.__signature__ = signature
     wrapper.__only_one__ = decoration
     if "celery" in sys.modules:  # the import connects our handlers to Celery's signals, in a worker's main process, too
-        from only_one.celery import async_tasks  # noqa: PLC0415 - not before Celery is there
-
-        if wrapper is async_wrapper:
-            async_tasks.refuse_async_tasks()
+        from only_one.celery import ended_tasks  # noqa: F401, PLC0415 - not before Celery is there
     return wrapper
 
 

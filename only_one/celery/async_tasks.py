@@ -1,80 +1,28 @@
-"""Tasks of a decorated async function: refused if Celery would not await it; else the function finds its task."""
+"""Tasks of a decorated async function, which nobody would await, are refused."""
 
 import functools
-import inspect
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from logging import ERROR
 from typing import Any
 
-from celery import Celery, Task, _state
-from celery.app.annotations import prepare
+from celery import Task, _state, signals
 
 from only_one.call.effective_options import refuse
 from only_one.errors import ConfigurationError
 from only_one.events import log
 
-from .delivery import under_way
-from .task_functions import decorations_of, functions_of, module_of
+from .task_functions import async_function_of, decorations_of
 
 
-def refuse_async_tasks() -> None:
-    """Refuse each task of a decorated async function that nobody would await: its calls raise an error.
-
-    A decorator does not see whether ``@app.task`` stands above it, so the apps tell us when they make a task.
-    """
-    for app in _state._get_active_apps():  # noqa: SLF001 - as `shared_task` does
-        app.annotations = _Annotations(app)
-
-
-def _refuse_in_app(app: Celery) -> None:
-    """Do the same in an app that is finalized later, also for the tasks that it has made by then."""
-    app.annotations = annotations = _Annotations(app)
-    for task in app.tasks.values():
-        annotations.annotate(type(task))
-
-
-_state.connect_on_app_finalize(_refuse_in_app)
-
-
-@dataclass
-class _Annotations:
-    """An app's ``task_annotations``, through which Celery shows us each task: ours first, then the configured ones."""
-
-    app: Celery
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self
-        yield from prepare(self.app.conf.task_annotations)  # only now, because this loads the configuration
-
-    def annotate(self, kind: Any) -> None:
-        """Called by Celery with the class of each task that it makes."""
-        try:
-            if decorations_of(kind):
-                prepare_async_run(kind)
-        except ConfigurationError as error:
-            log(ERROR, "%s", error)
-            # `run` may be replaced later. A worker calls the class's own `__call__`, if there is one.
-            kind.__call__ = kind.apply_async = staticmethod(functools.partial(refuse, error))
-
-
-def prepare_async_run(kind: Any) -> None:
-    """Prepare a class of tasks whose ``run`` is an async function; other classes are left alone.
-
-    If the class has its own ``__call__``, that may await the function in another thread: the function finds its task
-    there, too.
+def refuse_async_run(task: Any) -> None:
+    """Refuse a task whose ``run`` is an async function, unless the task's own ``__call__`` or the pool may await it.
 
     Raises:
         ConfigurationError: if nobody would await the function; the message says what to write instead.
     """
-    # For `pydantic=True` Celery wraps the function, and the wrapper is not async.
-    function = next((each for each in functions_of(kind) if not str(module_of(each)).startswith("celery.")), None)
-    if not inspect.iscoroutinefunction(function):
-        return
-    if kind.__call__ != Task.__call__:
-        _keep_task_in_threads(kind)
-    elif "celery_aio_pool" not in sys.modules:  # the pool of that package awaits the function
+    function = async_function_of(task)
+    is_awaited = type(task).__call__ != Task.__call__ or "celery_aio_pool" in sys.modules
+    if function is not None and not is_awaited:
         msg = (
             f"{function.__module__}.{function.__qualname__} is the async function of a task, which Celery does not "
             "await, so it would never run: write @only_one and @app.task above a def that calls asyncio.run(...)"
@@ -82,13 +30,19 @@ def prepare_async_run(kind: Any) -> None:
         raise ConfigurationError(msg)
 
 
-def _keep_task_in_threads(kind: Any) -> None:
-    """Let the function find its task if ``__call__`` awaits it in another thread, as by asgiref's async_to_sync."""
-    call = kind.__call__
+def _refuse_async_tasks(sender: Any, **_: Any) -> None:
+    """Let each call of such a task raise the error. ``sender`` is an app, or the worker of one.
 
-    @functools.wraps(call)
-    def keeps_task(task: Any, *args: Any, **kwargs: Any) -> Any:
-        with under_way(task):
-            return call(task, *args, **kwargs)
+    A decorator does not see whether ``@app.task`` stands above it, so the tasks that an app has made are looked at.
+    """
+    for task in getattr(sender, "app", sender).tasks.values():
+        try:
+            if decorations_of(task):
+                refuse_async_run(task)
+        except ConfigurationError as error:
+            log(ERROR, "%s", error)
+            task.run = task.apply_async = functools.partial(refuse, error)
 
-    kind.__call__ = keeps_task
+
+_state.connect_on_app_finalize(lambda app: app.on_after_finalize.connect(_refuse_async_tasks, weak=False))
+signals.worker_init.connect(_refuse_async_tasks)  # for tasks that were made when the app was finalized already

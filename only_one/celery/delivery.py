@@ -3,15 +3,14 @@
 A task is never skipped because of its own lock.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from logging import INFO
 from math import inf
 from typing import Any, NoReturn
 
-from celery import Task, _state
+from celery import Task, _state, signals
 from celery.exceptions import Ignore, Retry
 from kombu.utils.uuid import uuid
 
@@ -31,7 +30,14 @@ from only_one.policies import Retry as RetryPolicy
 from . import coalescing, redelivery
 from .broker import marks_redeliveries, remembered_for, waits_for
 from .requeue import Header, header_of, publish, work_of
-from .task_functions import TaskCaller, functions_of, functions_with_bases, key_of_message, task_of_items
+from .task_functions import (
+    TaskCaller,
+    async_function_of,
+    functions_of,
+    functions_with_bases,
+    key_of_message,
+    task_of_items,
+)
 
 _STATE = "only_one_delivery"
 """The attribute of Celery's request that has the state of its delivery."""
@@ -67,23 +73,22 @@ def state_of(request: Any) -> DeliveryState:
     return state
 
 
-_task_in_context: ContextVar[tuple[Any, Any]] = ContextVar("only_one_task", default=(None, None))
+task_in_context: ContextVar[tuple[Any, Any]] = ContextVar("only_one_task", default=(None, None))
 """The task that is under way, and its request. Celery's own stack of tasks is not copied to other threads."""
 
 
-@contextmanager
-def under_way(task: Any) -> Iterator[None]:
-    """A block in which ``current_task`` gives the task, also in threads to which the context is copied."""
-    before = _task_in_context.set((task, task.request))
-    try:
-        yield
-    finally:
-        _task_in_context.reset(before)
+def _on_begin(task: Any, **_: Any) -> None:
+    """Let an async function find its task, if a base's ``__call__`` awaits it in a thread with a copied context."""
+    if async_function_of(unwrapped(task)) is not None:
+        task_in_context.set((task, task.request))
+
+
+signals.task_prerun.connect(_on_begin)
 
 
 def current_task() -> Any:
     """The Celery task that is under way here; None if there is none."""
-    return unwrapped(_state.get_current_task() or _task_in_context.get()[0])
+    return unwrapped(_state.get_current_task() or task_in_context.get()[0])
 
 
 def unwrapped(task: Any) -> Any:
@@ -107,7 +112,7 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
     if task is None or not is_its_run:
         return plain
-    request = task.request if _state.get_current_task() else _task_in_context.get()[1]
+    request = task.request if _state.get_current_task() else task_in_context.get()[1]
     state = vars(request).get(_STATE) or DeliveryState()
     if state.is_over:
         raise Ignore

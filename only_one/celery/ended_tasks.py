@@ -21,7 +21,7 @@ from only_one.lock.token import words_of
 from . import coalescing, redelivery
 from .app_settings import app_options
 from .broker import waits_for
-from .delivery import state_of, unwrapped
+from .delivery import state_of, task_in_context, unwrapped
 from .killed_runs import release_when_dead
 from .received_tasks import begun_request
 from .requeue import header_of, work_of
@@ -123,6 +123,7 @@ def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     if delivery_state.withdraws and not request.is_eager:
         withdraw(unwrapped(sender), request)
     delivery_state.markers, delivery_state.withdraws = [], False
+    task_in_context.set((None, None))
 
 
 def _is_stored(task: Any, state: Any, error: BaseException | None) -> bool:

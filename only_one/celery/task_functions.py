@@ -49,6 +49,13 @@ def module_of(function: Any) -> Any:
     return getattr(function, "__globals__", {}).get("__name__")
 
 
+def async_function_of(task: Any) -> Any:
+    """The function of a task whose ``run`` is an async function; None for any other task."""
+    # For `pydantic=True` Celery wraps the function, and the wrapper is not async.
+    function = next((each for each in functions_of(task) if not str(module_of(each)).startswith("celery.")), None)
+    return function if inspect.iscoroutinefunction(function) else None
+
+
 def task_of_items(task: Any, kwargs: Any) -> str | None:
     """The name of the task that a message of ``map``, ``starmap`` or ``chunks`` calls; None for any other message."""
     if task.name not in ("celery.map", "celery.starmap"):

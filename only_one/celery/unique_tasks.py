@@ -13,7 +13,7 @@ from only_one.events import log
 from only_one.policies import Retry
 from only_one.settings import Options
 
-from .async_tasks import prepare_async_run
+from .async_tasks import refuse_async_run
 from .enqueue import Publication
 from .lazy_tasks import check_lazy, install_in_apps, task_behind
 from .task_functions import TaskCaller, functions_of
@@ -82,7 +82,7 @@ def _install(decorate: Callable[..., Any], configured: str, task: Task) -> None:
         registers = f"only_one(app.register_task({type(task).__name__}()))"
         msg = f"{task!r} has no name before it is registered: write {registers}"
         raise ConfigurationError(msg)
-    prepare_async_run(type(task))
+    refuse_async_run(task)
     wrapper, set_on_the_task = decorate(task.run, task=task), vars(task).get("apply_async")
     # A direct call of the task has the settings of its app.
     wrapper.__only_one__.plain = wrapper.__only_one__.plain_bound = TaskCaller(task)

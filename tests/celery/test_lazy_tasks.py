@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
+from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
 from celery import Celery, Task, _state, shared_task
 from celery.local import PromiseProxy
+from celery.signals import worker_init
 
 from only_one import ConfigurationError, KeyTemplateError, current_lock, fail
 from tests.celery.deliveries import QUEUE_TIMEOUT, Awaits, Keys, Queue, decorated, done, unique, work
@@ -252,21 +254,20 @@ def test_the_key_above_a_method_has_its_arguments(queue: Queue, keys: Keys, make
     assert queue.deliver() == (task.name, 5, 2)
 
 
-@pytest.mark.parametrize("order", ["before", "finalized", "after"])
+@pytest.mark.parametrize("order", ["before", "finalized"])
 @pytest.mark.parametrize("make", ASYNC_TASKS.values(), ids=ASYNC_TASKS)
 def test_every_call_of_a_task_that_celery_would_not_await_is_refused(
     new_app: Any, queue: Queue, fetch: Any, caplog: pytest.LogCaptureFixture, make: Any, order: str
 ) -> None:
-    """Of an app that was created before or after the decoration, or was finalized before."""
-    earlier = None if order == "after" else new_app()
-    function = decorated("k")(fetch)
-    app = earlier or new_app()
+    """Once its app is finalized; or if it was finalized before, once a worker begins."""
+    app = new_app()
     if order == "finalized":
         app.finalize()
     with is_current(app):
-        task = make(app, function)
-        if order == "after":
-            app.finalize()
+        task = make(app, decorated("k")(fetch))
+        if app.finalized:  # as also to register a task
+            worker_init.send(sender=Mock(app=app))
+        app.finalize()
         for call in (task.delay, task.apply_async, task.s().delay, functools.partial(task.apply, throw=True), task):
             with pytest.raises(ConfigurationError, match=r"does not await, so .* asyncio") as caught:
                 call()
