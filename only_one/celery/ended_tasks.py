@@ -1,6 +1,12 @@
-"""Ended tasks: the keys of tasks that were killed, revoked or never begun, and the note that a result is stored."""
+"""Ended tasks: the keys of tasks that were killed, revoked or never begun, and the note that a result is stored.
+
+A caller on this machine would take the key of a killed run over anyhow. On other machines it would wait for the lease,
+or for ``timeout``. The renewing thread of the worker's main process sends the commands, because a child that is forked
+meanwhile would inherit the locks of any other thread.
+"""
 
 import atexit
+import os
 import sys
 from contextlib import suppress
 from typing import Any
@@ -9,23 +15,40 @@ from celery import signals
 from celery.app.task import Context
 from celery.exceptions import Reject, TimeLimitExceeded, WorkerLostError
 from celery.states import FAILURE, SUCCESS
+from redis.exceptions import MovedError, ResponseError
 
-from only_one.call.effective_options import effective_options
+from only_one.call.effective_options import Call, Decoration, EffectiveOptions, effective_options
 from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
-from only_one.driver import drive
+from only_one.driver import Command, drive
+from only_one.events import warn_once
+from only_one.holder import Holder, is_queued, work_held_by
 from only_one.lock.commands import evaluate
-from only_one.lock.renewal import finish_pending_releases, release_later
-from only_one.lock.token import words_of
+from only_one.lock.liveness import is_dead
+from only_one.lock.pending_releases import PendingRelease
+from only_one.lock.renewal import finish_pending_releases, log_beside, release_later
+from only_one.lock.token import machine, words_of
 
 from . import coalescing, redelivery
 from .app_settings import app_options
 from .broker import waits_for
-from .delivery import state_of, task_in_context, unwrapped
-from .killed_runs import release_when_dead
+from .delivery import Delivery, state_of, task_in_context, unwrapped
 from .received_tasks import begun_request
 from .requeue import header_of, work_of
-from .task_functions import decorations_of, key_of_arguments
+from .task_functions import decorations_of, key_of_arguments, task_of_items
+
+_NOT_RELEASED = "a key of %s, whose run was killed or revoked, could not be released"
+
+_LOOKS_AGAIN_AFTER = 0.02
+
+_PATIENCE = 10.0
+"""Seconds for which a process may live on. Celery tells us before it kills the process."""
+
+_WAITS_FOR_A_SERVER = 300.0
+"""Seconds for which a server that is away is asked again."""
+
+_AT_ONCE = 1000
+"""Keys that the server goes through for one reply to ``SCAN``."""
 
 
 def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None:
@@ -73,6 +96,119 @@ def withdraw(task: Any, request: Any, app: Any = None) -> None:
     """Release the key of a unique task that has ended before it began; in the background, as the server may be away."""
     if withdrawal := withdrawal_of(task, request, app):
         release_later(withdrawal)
+
+
+def release_when_dead(task: Any, args: Any, kwargs: Any, request: Any) -> None:
+    """Release the keys of a run as soon as its process is dead; ``args`` and ``kwargs`` are those of its message."""
+    arguments: tuple[Any, Any] | None = (args or (), kwargs or {})
+    if name := task_of_items(task, kwargs):
+        task, arguments = task.app.tasks.get(name), None  # nobody knows which of the items was under way
+    for decoration in decorations_of(task) if task else ():
+        try:
+            _watch_run(task, decoration, arguments, request)
+        except Exception as error:  # noqa: BLE001 - the key expires by itself
+            warn_once((task.name, type(error)), _NOT_RELEASED, task.name, exc_info=error)
+
+
+def _watch_run(task: Any, decoration: Decoration, arguments: tuple[Any, Any] | None, request: Any) -> None:
+    """Release the key of one decoration of the task; if ``arguments`` do not give it, search for it by its holder."""
+    delivery = Delivery(task, request, decoration=decoration)
+    options = decoration.options_for(delivery)
+    if options.server is None:
+        return
+    key = delivery.key_in_message(options.prefix, *arguments) if arguments else None
+    if key is None:
+        # A cluster is asked here which nodes it has, with short time-outs; the thread searches them.
+        for node in options.server.nodes.all():
+            release_later(_SearchOfNode(node, options.prefix, delivery, options))
+    else:
+        release_later(_KilledRun(options.server, key, delivery, options))
+
+
+class _KilledRun(PendingRelease):
+    """The release of a killed run's key: the renewing thread asks for the holder until its process is dead.
+
+    Attributes:
+        delivery: the delivery whose run it was.
+        options: the effective options of the run.
+    """
+
+    def __init__(self, server: Any, key: Any, delivery: Delivery, options: EffectiveOptions) -> None:
+        name = f"{delivery.work} {key!r} {id(server)}"
+        super().__init__(server, key, name.encode(), now() + _PATIENCE)
+        self.delivery, self.options = delivery, options
+        self._gives_up = now() + _WAITS_FOR_A_SERVER
+
+    def command(self) -> Command:
+        """The command that asks for the holder."""
+        return ("GET", self.key)
+
+    def note_reply(self, command: Command, reply: Any) -> bool:  # noqa: ARG002
+        """Act on the reply; returns whether nothing is left to do, or the time for it is over."""
+        self.try_at = now() + _LOOKS_AGAIN_AFTER
+        if isinstance(reply, Exception):
+            if not isinstance(reply, MovedError):  # after which the next command goes to the node that has the slot
+                name = self.delivery.name
+                warn_once((name, type(reply)), _NOT_RELEASED, name, exc_info=reply, log=log_beside)
+            if not isinstance(reply, ResponseError):  # the server is away, and may be back soon
+                self.until = min(now() + _PATIENCE, self._gives_up)
+        elif self.act_on(reply):
+            return True
+        return now() >= self.until
+
+    def act_on(self, reply: Any) -> bool:
+        """Release the key if its process is dead, or store the value of a retry that Celery has sent since.
+
+        Returns:
+            Whether nothing is left to do.
+        """
+        value: bytes = reply or b""
+        holder = Holder.parse(value)
+        if holder is None or holder.task_id != self.delivery.work.id:
+            return True
+        held = work_held_by(holder)
+        if held is not None and held > self.delivery.work:  # a retry, which the run had published before it was killed
+            return True
+        if not self.options.takeover and not is_queued(value):
+            return True
+        has_ended = is_queued(value) or is_dead(value) or _is_unreaped(holder)
+        if not has_ended:
+            return False
+        for_retry = self.delivery.retained_value(Call(self.options, self.server, self.key))
+        until = now() + max(self.options.ttl, self.options.queue_timeout)
+        release_later(PendingRelease(self.server, self.key, value, until, retained=for_retry))
+        # The task that waits may begin between the reply and the release. Then its process is waited for.
+        return for_retry is not None
+
+
+class _SearchOfNode(_KilledRun):
+    """A search for the key of a killed run whose message does not give the key; its ``key`` is the prefix of all keys.
+
+    Its ``server`` is a node: each node of a cluster is searched.
+    """
+
+    _cursor = 0
+
+    def command(self) -> Command:
+        """The command that gives more of the keys at which a string is stored."""
+        pattern = "".join(f"\\{each}" for each in self.key) + "*"  # the prefix has no wildcards
+        return ("SCAN", self._cursor, "MATCH", pattern, "COUNT", _AT_ONCE, "TYPE", "string")
+
+    def act_on(self, reply: Any) -> bool:
+        """Release each of the keys if it is the run's; returns whether these keys were the last."""
+        cursor, keys = reply
+        for key in keys:
+            release_later(_KilledRun(self.options.server, key, self.delivery, self.options))
+        self._cursor = int(cursor)
+        return not self._cursor
+
+
+def _is_unreaped(holder: Holder) -> bool:
+    """Whether the holder is a child of ours that has ended, though Celery waits for it only after up to 5 s."""
+    with suppress(ChildProcessError, AttributeError):  # it is no child of ours; macOS before Python 3.13
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return holder.machine == machine() and os.waitid(os.P_PID, holder.pid, options) is not None
+    return False
 
 
 def _on_failure(sender: Any, task_id: str, exception: Any, args: Any, kwargs: Any, **_: Any) -> None:

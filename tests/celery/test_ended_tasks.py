@@ -26,7 +26,7 @@ from redis import Redis
 from redis.exceptions import MovedError
 
 from only_one import buffer_one, configure, events, settings
-from only_one.celery import ended_tasks, killed_runs
+from only_one.celery import ended_tasks
 from only_one.celery.delivery import DeliveryState
 from only_one.celery.requeue import Header
 from only_one.connections.server import Server, find_server
@@ -110,8 +110,8 @@ DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (Fals
 def killed_run(server: Server, key: str, attempt: int = 0, *, takeover: bool = True) -> Any:
     """What the renewing thread has to see to for a run that was killed."""
     options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
-    delivery: Any = SimpleNamespace(work=Work("mine", 0, attempt), name="work")
-    return killed_runs._KilledRun(server, key, delivery, options)
+    delivery: Any = SimpleNamespace(work=Work("mine", 0, attempt), name="work", retained_value=lambda _: None)
+    return ended_tasks._KilledRun(server, key, delivery, options)
 
 
 def test_a_key_is_released_when_its_process_is_dead(
@@ -152,7 +152,7 @@ def test_the_death_of_a_process_is_waited_for(
 ) -> None:
     """For ten seconds, and not all the time; if the key's slot has moved, it is asked for again without a warning."""
     moment = 0.0
-    monkeypatch.setattr(killed_runs, "now", lambda: moment)
+    monkeypatch.setattr(ended_tasks, "now", lambda: moment)
     ending = killed_run(server, "k")
     assert not ending.note_reply(ending.command(), MovedError("5 127.0.0.1:7"))
     assert not events._warned_of
@@ -163,7 +163,7 @@ def test_the_death_of_a_process_is_waited_for(
 
 def endings() -> list[Any]:
     """What the renewing thread still has to see to for runs that were killed."""
-    return [each for each in renewal._renewer.pending_releases.values() if isinstance(each, killed_runs._KilledRun)]
+    return [each for each in renewal._renewer.pending_releases.values() if isinstance(each, ended_tasks._KilledRun)]
 
 
 def fail(task: Any, key: str, error: Exception | None = None, task_id: Any = "mine") -> None:
@@ -280,7 +280,7 @@ def test_the_key_of_a_lost_process_is_released_when_a_server_that_was_away_is_ba
     task: Any, keys: Keys, way: Proxy, dead: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it was away."""
-    monkeypatch.setattr(killed_runs, "_PATIENCE", 0.1)
+    monkeypatch.setattr(ended_tasks, "_PATIENCE", 0.1)
     keys["k"] = dead
     node = find_server(way.url).node_of("k")
     with way.refused():
@@ -506,8 +506,8 @@ def test_an_error_in_a_signal_is_a_warning_with_its_traceback_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It is no error of the worker, which goes on."""
-    monkeypatch.setattr(killed_runs, "_PATIENCE", 0.2)
-    monkeypatch.setattr(killed_runs, "_WAITS_FOR_A_SERVER", 0.5)  # in which it is asked a few times
+    monkeypatch.setattr(ended_tasks, "_PATIENCE", 0.2)
+    monkeypatch.setattr(ended_tasks, "_WAITS_FOR_A_SERVER", 0.5)  # in which it is asked a few times
     without_key = a_task(queue.app, work, key="{key.missing}")
     with way.refused():
         for _ in range(2):
