@@ -52,7 +52,7 @@ class _WaitingLease(Lease):
 
     def __init__(self, server: Server, key: str, queue_timeout: float, request: Any, work: Work) -> None:
         """``work`` is that of the request."""
-        self.request, self.message = ref(request), request.message
+        self.message = request.message
         # Not the delivery, which has the arguments: many tasks with an `eta` may wait here.
         caller = TaskCaller(request.task)
         self._waiting_value = partial(caller.waiting_value, key, work)
@@ -61,6 +61,8 @@ class _WaitingLease(Lease):
         # A task that expires does not run afterwards. For any other the key is renewed however long the task waits.
         limit = most if request.expires else None
         token = caller.tokens(work, "received").token(limit)
+        # It does not refer to the lease, which is renewed no more once nobody does.
+        self.request = ref(request, lambda _: _end_wait(token))
         super().__init__(server, key, token, now(), min(DEFAULT_LEASE, most), inf if limit is None else limit)
 
     def end_of_wait(self) -> PendingRelease:
@@ -69,25 +71,14 @@ class _WaitingLease(Lease):
         If the message is acknowledged, the task was given to a child that has not asked for the key yet. The task will
         never run, and its key is released.
         """
-        request = self.request()
-        is_given = request is not None and request.acknowledged
-        queued = None if is_given else self._waiting_value(self.may_wait())
+        queued = None if self.message.acknowledged else self._waiting_value(self.may_wait())
         return PendingRelease(self.server, self.key, self.token, self.expires_at, retained=queued)
 
     def lives_on(self, sent: float, ttl: float) -> None:
-        """Note a renewal. The key is renewed no more once the task has ended, or is in its queue again."""
+        """Note a renewal. The key is renewed no more once the task has ended."""
         super().lives_on(sent, ttl)
-        request = self.request()
-        # Celery does not forget a task with an `eta` when it ends, but its message is acknowledged by then.
-        if request is None or request.acknowledged:
+        if self.message.acknowledged:  # Celery does not forget a task with an `eta` when it ends
             self.renew_at = self.ends_at
-        if request is None and not self.message.acknowledged:
-            _queue_again(self)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the key is lost, or the task has ended: Celery has forgotten it, and its message is acknowledged."""
-        return self.reason is not None or (self.request() is None and self.message.acknowledged)
 
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost. Exception: the run of another task has it, and stores this lease's value later."""
@@ -101,26 +92,21 @@ class _WaitingLease(Lease):
         return task_id_of(value) != task_id_of(self.token)
 
 
-_swept_at = _backs_off_until = 0.0
-"""When the leases of ended tasks were last forgotten; and until when no server is asked, because one did not answer."""
+_backs_off_until = 0.0
+"""Until when no server is asked, because one did not answer."""
 
 _waiting: dict[bytes, _WaitingLease] = {}
-"""By token, the leases of keys that name this process, or that the run of another task has taken over."""
+"""By token, the leases of tasks that Celery has not forgotten, waiting or begun."""
 
 in_each_child(_waiting.clear)
 
 
 def _on_received(sender: Any, request: Any, **_: Any) -> None:
-    global _swept_at, _backs_off_until  # noqa: PLW0603 - those of the process
+    global _backs_off_until  # noqa: PLW0603 - that of the process
     if decorations := decorations_of(request.task):
         keep_content_type(request)
     if now() < _backs_off_until:
         return
-    if now() >= _swept_at + DEFAULT_LEASE:
-        _swept_at = now()
-        for lease in list(_waiting.values()):
-            if lease.is_over and lease.request() is None:
-                _waiting.pop(lease.token, None)  # the renewing thread may have removed it meanwhile
     try:
         for decoration in decorations:
             delivery = Delivery(request.task, Context(request.request_dict), decoration=decoration)
@@ -168,12 +154,16 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
         _waiting.pop(lease.token, None)
 
 
-def _queue_again(lease: _WaitingLease, release: Callable[[PendingRelease], None] = release_later) -> None:
-    """Store in the background that a task is no worker's, as Celery ends, or has lost its connection to the broker.
+def _end_wait(token: bytes, release: Callable[[PendingRelease], None] = release_later) -> None:
+    """Forget a task that has ended, or that is no worker's: Celery ends, or has lost its connection to the broker.
 
-    The broker delivers the message again, soon or late, and perhaps to another worker.
+    The latter is stored in the background. The broker delivers the message again, soon or late, and perhaps to another
+    worker.
     """
-    if _waiting.pop(lease.token, None) is not None and not lease.is_over:  # else it has ended, or this was done
+    lease = _waiting.pop(token, None)
+    if lease is None or lease.reason is not None:  # this was done, or the key is lost
+        return
+    if lease.request() is not None or not lease.message.acknowledged:  # else the task has ended
         release(lease.end_of_wait())
 
 
@@ -215,8 +205,8 @@ def _number(delivery: Delivery, options: EffectiveOptions, server: Server, reque
 
 def _on_shutdown(release: Callable[[PendingRelease], None] = release_later, **_: Any) -> None:
     """Store that the tasks which have not begun are in their queue again, and no worker's."""
-    for lease in list(_waiting.values()):
-        _queue_again(lease, release)
+    for token in list(_waiting):
+        _end_wait(token, release)
 
 
 def begun_request(task_id: str) -> Context | None:

@@ -32,6 +32,7 @@ from tests.renewal import fails_to_renew, is_renewed, later
 LEASE = 30
 RESTS = 10
 LOOKS_AGAIN_AFTER = 1
+ACKNOWLEDGED = {"message": SimpleNamespace(acknowledged=True)}
 QUEUED, RECEIVED = ("queued", 0), ("received", 0)
 
 
@@ -41,7 +42,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     moment = [now()]
     monkeypatch.setattr(received_tasks, "now", lambda: moment[0])
     monkeypatch.setattr(received_tasks, "_waiting", {})
-    monkeypatch.setattr(received_tasks, "_swept_at", 0.0)
     monkeypatch.setattr(received_tasks, "_backs_off_until", 0.0)
     monkeypatch.setattr(events, "_warned_of", set())
     return moment
@@ -75,8 +75,8 @@ class Worker:
         headers = message["headers"] | {"properties": message["properties"]}
         if header is not None:
             headers.update(header.as_headers(), id=header.id, retries=header.attempt)
-        request = {"acknowledged": False, "content_type": message["content-type"], "time_start": None}
-        request |= {"delivery_info": {"redelivered": False}, "message": SimpleNamespace(acknowledged=False), **changes}
+        request = {"content_type": message["content-type"], "time_start": None, **changes}
+        request = {"delivery_info": {"redelivered": False}, "message": SimpleNamespace(acknowledged=False), **request}
         request |= {"task": task.app.tasks[task.name], "app": task.app, "name": task.name, "request_dict": headers}
         self.requests.append(Context({"id": headers["id"], **request}))
         task_received.send(sender=self, request=self.requests[-1])
@@ -150,36 +150,32 @@ def test_a_key_is_not_renewed_before_its_task_may_begin(worker: Worker, keys: Ke
     assert HOUR + LEASE / 3 - 25 < lease.renew_at - clock[0] <= HOUR + LEASE / 3
 
 
-@pytest.mark.parametrize("is_forgotten", [True, False], ids=["forgotten", "acknowledged"])
-def test_a_key_is_not_renewed_once_its_task_is_over(worker: Worker, clock: list[float], *, is_forgotten: bool) -> None:
+def test_a_key_is_not_renewed_once_its_task_has_ended(worker: Worker, keys: Keys, clock: list[float]) -> None:
     """The key may name it again: by a command that was sent twice, and arrives late; or its run has another key."""
     lease = worker.lease()
     assert lease.renew_at < lease.ends_at
-    if is_forgotten:
-        task_id = worker.requests[-1].id
-        worker.requests.pop().message.acknowledged = True
-        left = [each.id for each in gc.get_objects() if type(each) is Context]
-        assert task_id not in left, "its arguments are not kept"
-    else:
-        worker.requests[-1].acknowledged = True
+    lease.message.acknowledged = True
     lease.lives_on(clock[0], LEASE)
     assert lease.renew_at == lease.ends_at
     assert lease.expires_at == clock[0] + LEASE
+    task_id, lease = worker.requests.pop().id, None
+    left = [each.id for each in gc.get_objects() if type(each) is Context]
+    assert task_id not in left, "its arguments are not kept"
+    assert not [each for each in gc.get_objects() if isinstance(each, received_tasks._WaitingLease)]
+    assert keys.state() == RECEIVED, "it was not queued again"
 
 
 @pytest.mark.parametrize("is_revoked", [False, True])
-def test_a_task_of_a_lost_connection_waits(worker: Worker, keys: Keys, clock: list[float], *, is_revoked: bool) -> None:
+def test_a_task_of_a_lost_connection_waits(worker: Worker, keys: Keys, *, is_revoked: bool) -> None:
     """Celery forgets it then, and may take it again much later; it is not told of that."""
     lease = worker.lease()
     if is_revoked:
         keys.withdraw(worker.requests[-1].id)
     lost_at = time.time() - 0.001  # a value has whole milliseconds
     worker.requests.clear()
-    lease.lives_on(clock[0], LEASE)
     assert eventually(lambda: keys.state() == (None if is_revoked else QUEUED))
     assert is_revoked or is_queued_since(lost_at, keys)
     assert eventually(lambda: lease.token not in renewal._renewer.pending_releases), "it is done once"
-    lease.lives_on(clock[0], LEASE)  # a renewal that was under way: the key has been seen to
     worker.receive()
     assert keys.state() == (None if is_revoked else RECEIVED)
 
@@ -210,8 +206,8 @@ def test_tasks_that_have_not_begun_are_queued_again_when_the_worker_ends(worker:
     tokens = []
     soon = datetime.now(timezone.utc) + timedelta(seconds=0.5)
     # The lost one's message was acknowledged as it was given to the child, which was killed before it had its key.
-    changes: Any = {"runs": {}, "waits": {}, "lost": {"acknowledged": True}, "expired": {"expires": soon}, "late": {}}
-    changes["another's"] = {"acknowledged": True}  # it was requeued by its child, and another run has the key
+    changes: Any = {"runs": {}, "waits": {}, "lost": ACKNOWLEDGED, "expired": {"expires": soon}, "late": {}}
+    changes["another's"] = ACKNOWLEDGED  # it was requeued by its child, and another run has the key
     changes |= {"gone": {}, "begun": {}}
     for key, its in changes.items():
         worker.task.delay(key)
@@ -417,25 +413,15 @@ def test_a_run_is_told_of_a_redelivery(worker: Worker, keys: Keys, caplog: pytes
     assert not caplog.records
 
 
-def test_a_task_that_has_ended_is_forgotten_after_a_while(worker: Worker, clock: list[float]) -> None:
-    """One that has begun is not: its process may yet be killed, whose request does not come with Celery's signal."""
-
-    def receive(key: str) -> str:
-        worker.lease(key)
-        return "".join(lease.key[-1] for lease in received_tasks._waiting.values())
-
-    assert receive("a") == "a"
-    (lease,) = received_tasks._waiting.values()
+def test_a_task_is_forgotten_when_celery_forgets_it(worker: Worker) -> None:
+    """Not when it begins: its process may yet be killed, whose request does not come with Celery's signal."""
+    lease = worker.lease("a")
     lease.lose("taken", lease.token)
-    assert receive("b") == "ab"
-    worker.requests.pop().message.acknowledged = True  # as where it was skipped: its key was another run's
-    clock[0] += LEASE - 1
-    assert receive("c") == "abc"
-    clock[0] += 1
-    assert receive("d") == "acd"
+    worker.lease("b")
+    assert [each.key[-1] for each in received_tasks._waiting.values()] == ["a", "b"]
+    worker.requests[0].message.acknowledged = True
     del worker.requests[0]
-    clock[0] += LEASE
-    assert receive("e") == "cde"
+    assert [each.key[-1] for each in received_tasks._waiting.values()] == ["b"]
 
 
 def test_of_the_attempts_of_a_task_the_last_that_has_begun_is_known_by_its_id(worker: Worker, keys: Keys) -> None:
