@@ -184,9 +184,9 @@ def _configured(redis: Source | None, app: Any) -> tuple[Server, str]:
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Server, str]:
     """The server and the key of a call."""
     if is_task(function):
-        from only_one.celery import lazy_tasks, task_functions  # noqa: PLC0415 - not before Celery is there
+        from only_one.celery import task_functions  # noqa: PLC0415 - not before Celery is there
 
-        function = lazy_tasks.task_behind(function)
+        function = task_functions.task_behind(function)
         decoration = next(iter(task_functions.decorations_of(function)), None)
         caller = task_functions.caller_from_outside(function, decoration) if decoration else None
     else:

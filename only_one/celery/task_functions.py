@@ -17,6 +17,12 @@ from only_one.lock.token import TokenFactory
 from .broker import refuse_long_countdown
 
 
+def task_behind(task_or_proxy: Any) -> Any:
+    """The task; a proxy's task is evaluated now, if it was not before."""
+    # Celery documents `_get_current_object`.
+    return task_or_proxy if issubclass(type(task_or_proxy), Task) else task_or_proxy._get_current_object()  # noqa: SLF001
+
+
 def functions_of(task: Any) -> Iterator[Any]:
     """The task's ``run``, and the functions that it wraps; Celery itself wraps ``run`` for autoretry and pydantic."""
     return _with_wrapped(task.run)

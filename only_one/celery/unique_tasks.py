@@ -1,22 +1,26 @@
-"""Tasks that are unique from queued to finished: their ``apply_async`` and their ``run`` are decorated."""
+"""Tasks that are unique from queued to finished: their ``apply_async`` and their ``run`` are decorated.
+
+A task may be made later, by a proxy of Celery's, and is copied into other apps.
+"""
 
 import functools
+import inspect
 from collections.abc import Callable
 from logging import ERROR
 from typing import Any
 
-from celery import Task
+from celery import Celery, Task, _state
 
 from only_one.call.effective_options import refuse
 from only_one.errors import ConfigurationError, OnlyOneError
 from only_one.events import log
+from only_one.keys.template import compile_key
 from only_one.policies import Retry
 from only_one.settings import Options
 
 from .async_tasks import refuse_async_run
 from .enqueue import Publication
-from .lazy_tasks import check_lazy, install_in_apps, task_behind
-from .task_functions import TaskCaller, functions_of
+from .task_functions import TaskCaller, functions_of, task_behind
 
 
 def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: Any, wrap: Any) -> Any:
@@ -54,12 +58,42 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
         _install(decorate, repr(names), task)
         function, name = [*functions_of(task)][-1], task.name
     else:
-        function, name = check_lazy(task_or_proxy, key, signature_of)
+        function, name = _function_behind(task_or_proxy)
+        if function is not None and isinstance(key, str):
+            compile_key(key, signature_of(function))  # which may have the task itself: that is refused later
     if hasattr(kind, "__then__"):
         task_or_proxy.__then__(lambda: install(task_behind(task_or_proxy)))
     if function is not None:
-        install_in_apps(function, name, install)
+        _install_in_apps(function, name, install)
     return task_or_proxy
+
+
+def _function_behind(proxy: Any) -> tuple[Any, str | None]:
+    """The function of which Celery will make a task, and the task's name if it was given one; else None."""
+    try:
+        if given := object.__getattribute__(proxy, "_Proxy__args"):
+            return given[0], object.__getattribute__(proxy, "_Proxy__kwargs").get("name")
+        known = inspect.getclosurevars(object.__getattribute__(proxy, "_Proxy__local")).nonlocals
+        return known["fun"], known["name"]
+    except (AttributeError, KeyError, TypeError):
+        return None, None
+
+
+def _install_in_apps(function: Any, name: str | None, install: Callable[[Task], None]) -> None:
+    """Call ``install`` with the task of each app, as soon as the app has made it, perhaps more than once.
+
+    Celery makes a task in every app, unless it has ``shared=False``.
+    """
+
+    def install_in(sender: Celery, **_: Any) -> None:
+        task = sender.tasks.get(name or sender.gen_task_name(function.__name__, function.__module__))
+        if task is not None and function in functions_of(task):
+            install(task)
+
+    _state.connect_on_app_finalize(lambda app: app.on_after_finalize.connect(install_in, weak=False))
+    for app in _state._get_active_apps():  # noqa: SLF001 - as `shared_task` does
+        if app.finalized:
+            install_in(app)
 
 
 _POSITIONS = ("args", "kwargs", "task_id", "producer", "link", "link_error", "shadow")
