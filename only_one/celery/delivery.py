@@ -326,7 +326,6 @@ class TaskRun(Delivery):
         if is_kept and not ended:
             self._drop(call, "it is out of date")
         self._request.expires = None  # it has begun in time
-        self.state.markers = []  # this delivery ends by `Ignore`, so no result of an earlier call in it is stored
         self._publish_again(call, self.header, None)
 
     def requeue(self, call: Call, how: RequeueRequest) -> Any:
@@ -366,6 +365,8 @@ class TaskRun(Delivery):
     def _end_delivery(self, *, withdraws: bool) -> None:
         """Let no later call in the delivery run, and no ``self.retry()`` publish: a base may catch the ``Ignore``."""
         self.state.is_over, self.state.withdraws = True, withdraws
+        if not withdraws:
+            self.state.markers = []  # another message does the work, and no result of an earlier call in it is stored
         self._request.called_directly = True  # then `self.retry()` raises its error again
 
     def _publish_again(self, call: Call, header: Header, countdown: float | None) -> NoReturn:
@@ -398,8 +399,7 @@ class TaskRun(Delivery):
             self.state.withdraws = False
         # If this delivery has called the function before, the completion marker may be that of the earlier call.
         is_first_call = call.key not in self.state.runs
-        is_uncertain = self._task.acks_late and self.may_be_redelivered  # the broker may not say that it redelivers
-        may_be_redelivery = is_first_call and (self.header.times or self.is_redelivered or is_uncertain)
+        may_be_redelivery = is_first_call and not self.is_new_work
         with redelivery.unless_down(self.work.id):
             if may_be_redelivery and self._wait_for_result(call).ended:
                 log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.work.id)
@@ -456,8 +456,6 @@ class TaskRun(Delivery):
             Ignore: always.
         """
         self._end_delivery(withdraws=is_done)
-        if not is_done:
-            self.state.markers = []  # this delivery ends by `Ignore`, so no result of an earlier call in it is stored
         extra = {"only_one_key": call.key}
         log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra=extra)
         raise Ignore
