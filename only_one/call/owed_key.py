@@ -7,7 +7,7 @@ again.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from only_one.clock import now
 from only_one.driver import Command, Commands
@@ -39,13 +39,6 @@ class Withdrawal(PendingRelease):
     note: str
     triggers: str
     number: int | None
-
-    def of_a_retry(self) -> "Withdrawal":
-        """The withdrawal of a task whose retry waits: it only leaves the note. Value and number are the retry's.
-
-        So its ``token`` is the name of the note: no value has that in it, and none is deleted.
-        """
-        return replace(self, token=self.note.encode(), number=None)
 
     def command(self) -> Command:
         """The command that deletes the value that has ``token`` in it, see ``words_of``, and leaves the note.

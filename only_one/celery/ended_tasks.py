@@ -51,16 +51,16 @@ _AT_ONCE = 1000
 """Keys that the server goes through for one reply to ``SCAN``."""
 
 
-def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None:
-    """The withdrawal of a unique task that has ended before it began, also if a call has taken its key over.
+def withdraw(task: Any, request: Any, app: Any = None, *, is_retried: bool = False) -> None:
+    """Release the key of a unique task that has ended before it began, also if a call has taken its key over.
+
+    In the background, as the server may be away. Nothing is done for a task that has no key.
 
     Args:
         task: the task; None if this version of the code has no such task.
         request: the task's request.
         app: the worker's app, if there is no task.
-
-    Returns:
-        The withdrawal; None if the task has no key.
+        is_retried: whether a retry of it waits, to which value and number belong: then only the note is left.
     """
     header, work = header_of(request), work_of(request)
     key, decorations = header.key, decorations_of(task) if task else []
@@ -73,29 +73,19 @@ def withdrawal_of(task: Any, request: Any, app: Any = None) -> Withdrawal | None
             prefix = decoration.options_for(decoration.plain).prefix
             key = key_of_arguments(task, decoration, prefix, request.args, request.kwargs)
     if key is None:
-        return None
+        return
     if decoration is not None:
         options = decoration.options_for(decoration.plain)
     else:  # it is unique in another version of the code; the server that its decorator names is not known here
         options = effective_options({}, *app_options(app or task.app))
     if options.server is None:
-        return None
+        return
     lasts = waits_for(app or task.app, options.queue_timeout, request.expires, request.eta)
-    return Withdrawal(
-        options.server,
-        key,
-        words_of(*work),
-        until=now() + max(lasts, options.queue_timeout),
-        note=note_of(key, *work),
-        triggers=coalescing.triggers_of(key),
-        number=header.trigger,
-    )
-
-
-def withdraw(task: Any, request: Any, app: Any = None) -> None:
-    """Release the key of a unique task that has ended before it began; in the background, as the server may be away."""
-    if withdrawal := withdrawal_of(task, request, app):
-        release_later(withdrawal)
+    until, note = now() + max(lasts, options.queue_timeout), note_of(key, *work)
+    # No value has the name of a note in it, so none is deleted.
+    words, number = (note.encode(), None) if is_retried else (words_of(*work), header.trigger)
+    triggers = coalescing.triggers_of(key)
+    release_later(Withdrawal(options.server, key, words, until, note=note, triggers=triggers, number=number))
 
 
 def release_when_dead(task: Any, args: Any, kwargs: Any, request: Any) -> None:
@@ -234,8 +224,7 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
     if isinstance(getattr(reason, "exc", None), WorkerLostError):
         retry = sender.signature_from_request(request, countdown=reason.when, retries=request.retries + 1)
         state_of(request).requeued = retry
-        if withdrawal := withdrawal_of(sender, request):
-            release_later(withdrawal.of_a_retry())
+        withdraw(sender, request, is_retried=True)
         release_when_dead(sender, request.args, request.kwargs, request)
 
 

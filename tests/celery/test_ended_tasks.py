@@ -401,9 +401,8 @@ def test_who_takes_over_the_key_of_a_task_whose_process_is_lost_owes_it_nothing(
     assert keys.come_to_be_withdrawn("mine")
     # Where nobody has taken it over, it is not free before the retry's value is stored.
     keys["k"] = queued("mine", 0)
-    withdrawal = ended_tasks.withdrawal_of(unique_task, request)
-    assert withdrawal is not None
-    keys.redis.execute_command(*withdrawal.of_a_retry().command())
+    ended_tasks.withdraw(unique_task, request, is_retried=True)
+    renewal.finish_pending_releases()
     assert "k" in keys
 
 
