@@ -111,13 +111,12 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
 
 def _own_queue(app: Celery, exchange: str, key: str) -> str | None:
     """The name of this worker's queue of a fanout exchange, if a message came by the two; None for other messages."""
-    for queue in app.amqp.queues.consume_from.values():
-        source = queue.exchange
-        if source is None or source.type != "fanout":
-            continue
-        if source.name == exchange if exchange else queue.name == key:
-            return str(queue.name)
-    return None
+    fanouts = [
+        each for each in app.amqp.queues.consume_from.values() if each.exchange and each.exchange.type == "fanout"
+    ]
+    # A message that was sent to the queue itself has no exchange.
+    names = [str(each.name) for each in fanouts if (each.exchange.name == exchange if exchange else each.name == key)]
+    return names[0] if names else None
 
 
 def refuse_long_countdown(app: Celery, countdown: float | None) -> None:
