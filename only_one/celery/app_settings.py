@@ -85,18 +85,15 @@ def server_of(app: Celery) -> Source | None:
     Raises:
         ConfigurationError: if that cannot be known.
     """
-    url = _redis_url(app.conf.result_backend)
     names = ("backend_use_ssl", "backend_credential_provider", "host", "port", "username", "password")
-    if url and _says_all(url, app, "redis", names):
+    if url := _whole_url(app, app.conf.result_backend, "redis", names):
         return url
     client = getattr(app.backend, "client", None)
     if hasattr(client, "register_script"):
         return client
     brokers = app.conf.broker_read_url  # `broker_url`, if not configured
     broker: Any = next(iter(brokers.split(";") if isinstance(brokers, str) else brokers or ()), None)
-    url = _redis_url(broker)
-    names = ("use_ssl", "host", "port", "user", "password", "vhost")
-    if url and _says_all(url, app, "broker", names):
+    if url := _whole_url(app, broker, "broker", ("use_ssl", "host", "port", "user", "password", "vhost")):
         return url
     # Celery reads a URL in capitals, too. Without a URL, `broker` may be a host, and the transport says the kind.
     kind = broker if "://" in str(broker) else app.conf.broker_transport
@@ -111,15 +108,14 @@ def server_of(app: Celery) -> Source | None:
     return None
 
 
-def _says_all(url: str, app: Celery, kind: str, names: tuple[str, ...]) -> bool:
-    """Whether a URL says all of a server's address: no setting of these names adds to it, nor a credential provider."""
-    return "credential_provider=" not in url and not any(app.conf.get(f"{kind}_{name}") for name in names)
+def _whole_url(app: Celery, url: Any, kind: str, names: tuple[str, ...]) -> str | None:
+    """The URL as redis-py understands it; None if it is not the URL of one Redis server, or does not say all of it.
 
-
-def _redis_url(url: Any) -> str | None:
-    """The URL as redis-py understands it; None if it is not the URL of one Redis server."""
+    It does not if a setting with one of ``names`` adds to it, or a credential provider does.
+    """
+    says_all = "credential_provider=" not in str(url) and not any(app.conf.get(f"{kind}_{name}") for name in names)
     is_one = isinstance(url, str) and re.fullmatch(r"(rediss?|redis\+socket)://[^;]*", url)
-    ours = re.sub(r"(?<=ssl_cert_reqs=)CERT_\w+", lambda name: name[0][5:].lower(), url) if is_one else ""
+    ours = re.sub(r"(?<=ssl_cert_reqs=)CERT_\w+", lambda name: name[0][5:].lower(), url) if is_one and says_all else ""
     ours = re.sub("(?<![:/])//", "/", ours)  # kombu reads `redis://host//` as database 0
     ours = re.sub("virtual_host=/?", "db=", ours)  # with or without the slash of a path
     return ours.replace("redis+socket://", "unix://") or None
