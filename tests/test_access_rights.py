@@ -127,7 +127,7 @@ def use_tasks(client: Any, url: str) -> None:
     ):
         drive(server.client, commands_)
     trigger = coalescing.arrive(server, key, app, "1", None, "", "", begins=False)
-    coalescing.note_published(server, key, app, trigger, 30)
+    coalescing.note_published(server, key, app, trigger, 30, None)
     coalescing.arrive(server, key, app, "1", trigger, "", "", begins=True)
     withdraw(server, key, trigger)
 

@@ -141,31 +141,26 @@ def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str)
     return reply
 
 
-def note_published(server: Server, key: str, app: Celery, trigger: int, seconds: float, most: float = 0) -> None:
+def note_published(
+    server: Server, key: str, app: Celery, trigger: int, most: float, eta: Any, *, is_requeued: bool = False
+) -> None:
     """Note that a task's message is in the queue: it is the pending task from now on, unless a newer one is.
+
+    The task is trusted to wait for a while from when it may begin: equal calls get its result. If its number is older
+    than that, it is trusted for as long as the number is old: with a rate limit, it waits behind the earlier tasks with
+    its number, which have waited for so long. The number of a requeued task is old for another reason.
 
     Args:
         server: the server that stores the key.
         key: the key as it is in Redis.
         app: the task's app.
         trigger: the task's number.
-        seconds: seconds for which the task is trusted to wait: equal calls get its result.
-        most: the most seconds. If the number was given longer ago than ``seconds``, the task is trusted for as long as
-            the number is old, up to ``most``: with a rate limit, it waits behind the earlier tasks with its number,
-            which have waited for so long.
-    """
-    _send(server, key, app, _NOTE_PUBLISHED, trigger, round(seconds * 1000), round(most * 1000))
-
-
-def trusted_for(app: Celery, most: float, eta: Any) -> float:
-    """Seconds for which a task that is published now is trusted to wait.
-
-    Args:
-        app: the task's app.
-        most: the most seconds, as for a task that expires.
+        most: the most seconds for which it is trusted, as for a task that expires.
         eta: when it may begin: seconds from now, or a time; None for at once.
+        is_requeued: whether a worker has requeued it.
     """
-    return min(most, waits_for(app, _TRUSTED_FOR, None, eta))
+    seconds = min(most, waits_for(app, _TRUSTED_FOR, None, eta))
+    _send(server, key, app, _NOTE_PUBLISHED, trigger, round(seconds * 1000), 0 if is_requeued else round(most * 1000))
 
 
 def _send(server: Server, key: str, app: Celery, script: Script, trigger: int | None, *more: Any) -> Any:

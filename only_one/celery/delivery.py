@@ -383,8 +383,9 @@ class TaskRun(Delivery):
             if header.trigger is not None:
                 options = self.state.requeued.options
                 most = waits_for(self.app, inf, options.get("expires"), None)
-                seconds = coalescing.trusted_for(self.app, most, options.get("countdown"))
-                coalescing.note_published(call.server, call.key, self.app, header.trigger, seconds)
+                coalescing.note_published(
+                    call.server, call.key, self.app, header.trigger, most, options.get("countdown"), is_requeued=True
+                )
         raise Ignore
 
     def claim_work(self, call: Call) -> bool:

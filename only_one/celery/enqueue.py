@@ -197,15 +197,16 @@ class Publication(TaskCaller):
 
     def _lengthen(self, call: LockedCall, task_id: str) -> None:
         """Let the key of the published task live for as long as the task may wait; in the background, if that fails."""
-        limit, work = call.options.timeout or 0, Work(task_id, 0, 0)  # `_queue` has set the `timeout`
-        token = call.token if task_id == self.id else self.tokens(work, "queued").token(limit)
+        limit = call.options.timeout or 0  # `_queue` has set the `timeout`
+        waiting = self.waiting_value(call.key, Work(task_id, 0, 0), limit)
+        if task_id == self.id:  # the message has its value
+            waiting = waiting._replace(value=call.token)
         # Only in place of the queued token: a worker may have begun the task, and renews the key itself.
         try:
-            drive(call.server.client, replace(call.key, call.token, token, limit))
+            drive(call.server.client, replace(call.key, call.token, waiting.value, limit))
         except TROUBLE as error:
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG  # else it may be back soon
             log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
-            waiting = self.waiting_value(call.key, work, limit)._replace(value=token)
             release_later(PendingRelease(call.server, call.key, call.token, waiting.until, retained=waiting))
             if is_of_signal_handler(error):
                 raise
@@ -224,13 +225,12 @@ class Publication(TaskCaller):
         if isinstance(trigger, bytes):
             emit(Busy, call.key, self.name, b"")
             return self._task.AsyncResult(trigger.decode())
-        seconds = coalescing.trusted_for(self.app, most, eta)
         replacement = self._options.get("replaced_task_nesting", 0)
         result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
         # A task's own `apply_async` may have run the task, have given it another id, or not have published it yet.
         if getattr(result, "id", None) == self.id and not isinstance(result, EagerResult):
             with redelivery.unless_down(self.id):
-                coalescing.note_published(call.server, call.key, self.app, trigger, seconds, most)
+                coalescing.note_published(call.server, call.key, self.app, trigger, most, eta)
         return result
 
 

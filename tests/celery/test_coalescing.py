@@ -27,7 +27,7 @@ def note(app: Celery, server: Server, prefix: str) -> Callable[..., Any]:
     def call(what: str, task_id: str, number: int | None = None, *digest: Any) -> Any:
         where = (server, f"{prefix}k", app)
         if what == "pending":
-            coalescing.note_published(*where, number or 0, 600)
+            coalescing.note_published(*where, number or 0, 600, 570, is_requeued=True)
             return None
         if what == "anew":
             reply: Any = coalescing.queue_anew(*where, task_id, *digest)
