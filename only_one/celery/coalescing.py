@@ -60,11 +60,6 @@ if same ~= '' then raise('same:' .. same) end
 {_END}""")
 _ARRIVE = Script(f"""{_COMMON}
 local id, call, held_by, begins = ARGV[3], 'sent:' .. ARGV[4], 'held by:' .. ARGV[5], ARGV[6] == 'begins'
-local function has_another_begun()
-    for _, other in ipairs(with('by:', number)) do
-        if other ~= id then return true end
-    end
-end
 local is_newest = number == -1
 -- The number that a task which waits behind this run has given to it.
 local given = begins and is_newest and of(held_by) or 0
@@ -82,7 +77,9 @@ if given == 0 then newest = math.max(newest, of('pending')) end
 raise('last')
 raise('id:' .. id)
 if is_newest then raise(call) end
-if number < newest or has_another_begun() then
+local has_another_begun = false
+for _, other in ipairs(with('by:', number)) do has_another_begun = has_another_begun or other ~= id end
+if number < newest or has_another_begun then
     number = 0
 elseif begins then
     raise('begun')

@@ -110,7 +110,7 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_with_bases(args[0])
     plain = decoration.plain_bound if bound else decoration.plain
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
-    if task is None or not is_its_run:
+    if not is_its_run:
         return plain
     request = task.request if _state.get_current_task() else task_in_context.get()[1]
     state = vars(request).get(_STATE) or DeliveryState()
@@ -164,7 +164,7 @@ class Delivery(TaskCaller):
         work: the work of the message.
         header: our header in the message.
         state: what has become of this delivery so far.
-        is_redelivered: whether the broker says that it has delivered the message before, or that it was rejected.
+        may_be_redelivered: whether the broker may have delivered the message before; not every broker says so.
     """
 
     def __init__(self, task: Any, request: Any, *, bound: bool = False, decoration: Decoration) -> None:
@@ -181,18 +181,14 @@ class Delivery(TaskCaller):
         # A dead-letter queue brings back rejected messages. Messages that it delays by their expiry have not begun.
         deaths = (request.headers or {}).get("x-death") or ()
         was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in deaths)
-        self.is_redelivered = was_rejected or bool((request.delivery_info or {}).get("redelivered"))
+        is_redelivered = was_rejected or bool((request.delivery_info or {}).get("redelivered"))
+        self.may_be_redelivered = is_redelivered or not marks_redeliveries(self.app)
         # A requeued message is a new one for the broker, so the header says whether a run may have begun before. The
         # first requeue gives a lineage to new work only; without a lineage a run may have begun. An earlier version
         # says this only by the missing lineage.
         may_have_begun = self.header.times and not self.header.lineage
-        if self.is_redelivered or may_have_begun:
+        if is_redelivered or may_have_begun:
             self.header = self.header._replace(has_begun=True)
-
-    @property
-    def may_be_redelivered(self) -> bool:
-        """Whether the broker may have delivered the message before."""
-        return self.is_redelivered or not marks_redeliveries(self.app)
 
     @property
     def is_new_work(self) -> bool:

@@ -82,14 +82,10 @@ class _WaitingLease(Lease):
 
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost. Exception: the run of another task has it, and stores this lease's value later."""
-        if reason == "taken" and self.is_lent_to(value):
+        if reason == "taken" and task_id_of(value) != task_id_of(self.token):
             self.lives_on(now(), self.ttl)
             return ""
         return super().lose(reason, value)
-
-    def is_lent_to(self, value: bytes) -> bool:
-        """Whether ``value``, which is stored at the key, is that of another task's run."""
-        return task_id_of(value) != task_id_of(self.token)
 
 
 _backs_off_until = 0.0
@@ -144,13 +140,11 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
             became = drive(server.client, replace(key, became.value, lease.token, seconds))
         elif held < work:  # the previous attempt has not ended yet
             consumer.timer.call_after(1, _on_received, (consumer, request))
-    # A run that has taken the key over may store our value again at its end.
-    is_lent = became.status == "taken" and lease.is_lent_to(became.value)
     if became.status == "held":
         delivery.header = header._replace(token=lease.token.decode())
         request.request_dict.update(delivery.header.as_headers())
         hold(lease)
-    elif not is_lent:
+    elif lease.lose(became.status, became.value):
         _waiting.pop(lease.token, None)
 
 
