@@ -129,7 +129,7 @@ class Checker:
 
     def is_calm(self, call: Call, since: float) -> bool:
         hosts = self.history.hosts
-        asked = hosts.values() if self.history.deployment else [hosts[self.history.host_of[call.key]]]
+        asked = hosts.values() if self.history.deployment.client else [hosts[self.history.host_of[call.key]]]
         return all(self.history.is_calm(since, each) for each in asked)
 
     # the server
@@ -343,7 +343,7 @@ class Checker:
 
     def _check_time(self, call: Call) -> None:
         """What the lock adds to a run is at most 2 s before and 2 s after it."""
-        if call.process.paused_until > call.asked or self.history.deployment:  # the user's client, and its time-outs
+        if call.process.paused_until > call.asked or self.history.deployment.client:  # a user's time-outs
             return
         # A job that waits for its previous attempt asks each second.
         limit = 2.85 + self.history.plan.jobs + self.history.plan.when_lost_takes
@@ -486,7 +486,7 @@ class Checker:
         for (name, command), times in Counter(executed).items():
             if times > _MOST and command[0] not in (b"CLIENT", b"SENTINEL", b"CLUSTER"):
                 self.problem("a command again and again", f"{name} sent {command} {times} times")
-            has_command = self.history.plan.server in ("valkey", "redis") and not self.history.deployment
+            has_command = self.history.plan.server in ("valkey", "redis") and not self.history.deployment.client
             if has_command and any(_RELEASES in part for part in command):
                 self.problem("a script for a release", name)
 

@@ -31,17 +31,37 @@ def _keys_of(command: Command) -> list[bytes]:
     return command[1:2] if command[0].lower() in _OF_ONE_KEY else []
 
 
-class Cluster:
+class Deployment:
+    """Hosts of which each is a server by itself, with the package's own client.
+
+    Attributes:
+        OBSERVERS: the names of hosts beside those that have keys.
+        client: makes a client as a user makes it; None if the package makes its own.
+        is_settled_at: when all know the last change.
+    """
+
+    OBSERVERS: tuple[str, ...] = ()
+    client: Any = None
+    is_settled_at = 0.0
+
+    def __init__(self, history: Any) -> None: ...
+
+    def answer(self, _name: str, _command: Command, *, is_asking: bool) -> Any:
+        """What a host answers without executing a command; None if it executes it."""
+
+    def fail_over(self) -> str:
+        """Let another host take the place of one that is to stop, and return which one stops."""
+        return "server"
+
+
+class Cluster(Deployment):
     """A cluster of all hosts.
 
     Attributes:
         owners: the host of each slot.
         target: to which host a slot is moving, by slot.
         moved: the keys that are there already.
-        is_settled_at: when the last move ends.
     """
-
-    is_settled_at = 0.0
 
     def __init__(self, history: Any) -> None:
         self._history, self._store = history, history.store
@@ -51,11 +71,9 @@ class Cluster:
         self.moved: set[bytes] = set()
 
     def client(self) -> Any:
-        """A client as a user makes it."""
         return redis.RedisCluster(host="server", port=6379, **_PATIENCE)
 
     def answer(self, name: str, command: Command, *, is_asking: bool) -> Any:
-        """What a node answers without executing a command; None if it executes it."""
         if command[0] == b"COMMAND":
             return _COMMANDS
         if command[:2] == [b"CLUSTER", b"SLOTS"]:
@@ -103,35 +121,31 @@ class Cluster:
         self._history.note("cluster", "slot", slot, "is now of", self.owners[slot])
 
     def fail_over(self) -> str:
-        """Let another host have all slots of one, and return which one."""
         name, other = "server", "other"
         for slot in [slot for slot, owner in self.owners.items() if owner == name]:
             self.give(slot, other)
         return name
 
 
-class Sentinels:
+class Sentinels(Deployment):
     """A master of two hosts, and the Sentinels that know which of them it is.
 
     Attributes:
         master: the host that takes writes.
-        is_settled_at: when all know that.
     """
 
-    is_settled_at = 0.0
+    OBSERVERS = ("sentinel", "witness")
 
     def __init__(self, history: Any) -> None:
-        self.master, self._known_from = "server", {"sentinel": -inf, "witness": -inf}
+        self.master, self._known_from = "server", dict.fromkeys(self.OBSERVERS, -inf)
         self._history = history
 
     def client(self) -> Any:
-        """A client as a user makes it."""
         kind: Any = redis.Sentinel
         sentinels = kind([(name, 26379) for name in self._known_from], sentinel_kwargs=_PATIENCE)
         return sentinels.master_for("mymaster", **_PATIENCE)
 
     def answer(self, name: str, command: Command, *, is_asking: bool) -> Any:  # noqa: ARG002
-        """What a host answers without executing a command; None if it executes it."""
         if command[0] == b"SENTINEL":
             is_known = self._known_from[name] <= self._history.now
             master = self.master if is_known else self._other()
@@ -144,7 +158,7 @@ class Sentinels:
         return "other" if self.master == "server" else "server"
 
     def fail_over(self) -> str:
-        """Let the other host be the master, and return which was; the Sentinels come to know it, one after another."""
+        """The Sentinels come to know it, one after another."""
         before, self.master = self.master, self._other()
         for name in self._known_from:
             self._known_from[name] = self._history.now + self._history.choose(f"{name} knows", [0.0, 0.05, 0.5])
@@ -157,10 +171,8 @@ class _Subclass(redis.Redis):
     """A class of the user's own, whose commands are sent by redis-py."""
 
 
-class OwnClient:
+class OwnClient(Deployment):
     """One server, and a client of the user's own, which may send commands again by itself."""
-
-    is_settled_at = -inf
 
     def __init__(self, history: Any) -> None:
         kinds: list[Callable[..., Any]] = [redis.Redis, _Subclass, partial(redis.Redis, decode_responses=True)]
@@ -170,12 +182,4 @@ class OwnClient:
         self._make = history.choose("kind of client", kinds)
 
     def client(self) -> Any:
-        """A client as a user makes it."""
         return self._make(host="server", **_PATIENCE)
-
-    def answer(self, _name: str, _command: Command, *, is_asking: bool) -> None:
-        """Nothing: the server executes each command."""
-
-    def fail_over(self) -> str:
-        """Return which host stops."""
-        return "server"

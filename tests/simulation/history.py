@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from .deployments import SLOTS, Cluster, Sentinels
+from .deployments import SLOTS, Cluster, Deployment
 from .network import Host
 from .process import Machine, Process, begin_history, playing
 from .server import Store
@@ -46,14 +46,13 @@ class History(World):
             seeds by four, the options and the faults.
         suffers: the object that a fault troubles, for faults that do not trouble the whole history.
         whose: the process in whose message a fault happens; None if the fault happens at a time.
-        deployment: the cluster or other deployment of the hosts; None if each host is a server by itself.
+        deployment: what the hosts are together, such as a cluster.
         greets: whether each connection begins with redis-py's name. These two messages would be half of all.
     """
 
     PLAN: ClassVar[dict[str, list[Any]]]
     FAULTS: ClassVar[dict[str, list[float]]]
     SINCE: ClassVar[list[tuple[int, set[int], dict[str, list[Any]], dict[str, list[float]]]]]
-    deployment: Any = None
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(seed, left_out)
@@ -75,17 +74,13 @@ class History(World):
         self.whose: Process | None = None
         self.suffers: dict[Callable[[], None], Any] = {}
 
-    def deploy(self, kind: Any) -> None:
-        self.deployment = kind(self)
-        if kind is Sentinels:
-            self.hosts.update({name: Host(self, self.store, name) for name in ("sentinel", "witness")})
-        for each in self.hosts.values():
-            each.deployment = self.deployment
+    def deploy(self, kind: type[Deployment]) -> None:
+        self.deployment: Any = kind(self)
+        self.hosts.update({name: Host(self, self.store, name) for name in self.deployment.OBSERVERS})
 
     def stop_a_host(self, seconds: float) -> None:
         """Stop the server. In a deployment, another server takes its place at once."""
-        host = self.hosts[self.deployment.fail_over()] if self.deployment else self.host
-        host.stop(seconds)
+        self.hosts[self.deployment.fail_over()].stop(seconds)
 
     def _slot_moves(self) -> None:
         self.deployment.move(self.choose("slot that moves", list(range(SLOTS))))
@@ -109,7 +104,7 @@ class History(World):
     def trouble_ends(self, host: Host) -> float:
         """The time from which this host and all processes are neither stopped nor cut off, and refuse nothing."""
         processes = [max(each.paused_until, each.cut_off_until) for each in self.processes]
-        is_settled_at = self.deployment.is_settled_at if self.deployment else 0.0
+        is_settled_at: float = self.deployment.is_settled_at
         return max(host.frozen_until, host.down_until, host.refused[2], is_settled_at, *processes)
 
     @property

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from .checker import MADE_UP, Call, Checker
-from .deployments import WRITES, Cluster, OwnClient, Sentinels
+from .deployments import WRITES, Cluster, Deployment, OwnClient, Sentinels
 from .history import BodyFails, History, Requeued
 from .network import Loop
 from .process import Machine, Process, playing, this, thread
@@ -139,9 +139,7 @@ class LockWorld(History):
         self.suffers |= dict.fromkeys([self._idle, self._configure], SimpleNamespace())  # no call may notice these
         self.host_of = {"k": "server", "n": "other" if self.draw("plan other server") < 0.5 else "server"}
         self.when_busy: dict[Process, str] = {}
-        if seed >= _DEPLOYED_FROM and seed % 16 in _DEPLOYMENTS:
-            self.deploy(_DEPLOYMENTS[seed % 16])
-        self.source: Any = getattr(self.deployment, "client", None)  # makes clients
+        self.deploy(_DEPLOYMENTS.get(seed % 16, Deployment) if seed >= _DEPLOYED_FROM else Deployment)
 
     def play(self) -> None:
         sys.modules.update(QUEUES)
@@ -194,14 +192,14 @@ class LockWorld(History):
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
         lease, timeout = plan.times
         work_id = Call.job_id if plan.jobs and not plan.queue else None
-        is_configured = plan.configured and not self.deployment and self.host_of[key] == "server"
+        is_configured = plan.configured and not self.deployment.client and self.host_of[key] == "server"
         options = {"lease": lease, "timeout": timeout, "at_least": plan.at_least, "work_id": work_id}
         decorate = package.only_one(
             "{call.key}",
             when_busy=policies[self.when_busy[process]],
             when_down=policies[plan.when_down],
             when_lost=policies.get(plan.when_lost, _goes_on),
-            redis=None if is_configured else self.source or self._url(key),
+            redis=None if is_configured else self.deployment.client or self._url(key),
             **{option: value for option, value in options.items() if value},
         )
         decorated: Callable[..., Any] = decorate(_async_body if self.is_async else _body)

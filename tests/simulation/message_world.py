@@ -24,7 +24,7 @@ from kombu.exceptions import OperationalError
 from tests.wrapped_task import Wrapped
 
 from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker
-from .deployments import Cluster, OwnClient, Sentinels
+from .deployments import Cluster, Deployment, OwnClient, Sentinels
 from .history import History
 from .message_checker import CALLS, HERE, LATER, LISTS, OWN, MessageChecker
 from .process import Machine, Process, playing, this, thread
@@ -215,7 +215,7 @@ _WIDE: dict[str, list[Any]] = {
     "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
 }
 _WIDER = {
-    "deployment": [None, None, None, Cluster, Cluster, Sentinels, OwnClient],
+    "deployment": [*[Deployment] * 3, Cluster, Cluster, Sentinels, OwnClient],
     "chords": [0.0, 0.2],  # how probable it is that a task is one of a chord's header
 }
 
@@ -262,8 +262,7 @@ class MessageWorld(History):
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
-        if self.plan.deployment:
-            self.deploy(self.plan.deployment)
+        self.deploy(self.plan.deployment)
         if self.plan.kind == "class that calls again":  # after a failure
             self.plan.options = {}
         self.acks_failures = "acks_on_failure_or_timeout" not in self.plan.options
@@ -399,7 +398,7 @@ class MessageWorld(History):
             self.deployed[name] = self.choose(f"version of {name}", self.versions)
         plan, package = self.deployed[name], process.package
         app = self.apps[key] = _app(process, plan.broker, acks_late=plan.acks_late)
-        app.conf.maps[0]["only_one_redis"] = self.deployment.client if self.deployment else _URL
+        app.conf.maps[0]["only_one_redis"] = self.deployment.client or _URL
         # A direct call has the settings of its process's only app. Here all processes' apps are in one process.
         vars(process.modules["only_one.celery.app_settings"])["current_app"] = lambda: app
         policies = {"retry": package.retry(**plan.retry), "buffer_one": package.buffer_one(), "default": None}

@@ -18,7 +18,6 @@ class Host:
 
     Attributes:
         store: the keys that the server stores.
-        deployment: the cluster or other deployment to which the host belongs; None if its server is alone.
         frozen_until: until when the server does nothing, as with SIGSTOP.
         down_until: until when the server refuses connections.
         refused: the text with which the server refuses some commands, these commands, and until when.
@@ -31,9 +30,8 @@ class Host:
         at_message: by a message's number, what happens to the message's process when it is sent.
     """
 
-    def __init__(self, world: World, store: Store, name: str) -> None:
+    def __init__(self, world: Any, store: Store, name: str) -> None:
         self.world, self.store, self.name = world, store, name
-        self.deployment: Any = None
         self.frozen_until = self.down_until = self.troubled_at = self.latest = self.loses = self.delays = 0.0
         self.refused: tuple[str, tuple[bytes, ...], float] = ("", (), 0.0)
         self.answers: list[tuple[float, Any]] = []
@@ -49,10 +47,9 @@ class Host:
 
     def execute(self, link: Link, command: list[bytes]) -> Any:
         text, commands, until = self.refused
-        is_refused, reply = until > self.world.now and command[0] in commands, None
-        if self.deployment is not None:
-            reply = self.deployment.answer(self.name, command, is_asking=link.is_asking)
-            link.is_asking = command[0] == b"ASKING"
+        is_refused = until > self.world.now and command[0] in commands
+        reply = self.world.deployment.answer(self.name, command, is_asking=link.is_asking)
+        link.is_asking = command[0] == b"ASKING"
         if reply is None:
             reply = Refusal(text) if is_refused else self.store.execute(command)
         self.world.note(self.name, "executes for", link.process.name, tuple(command), reply)

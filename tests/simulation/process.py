@@ -135,16 +135,22 @@ class FakeLock(_Waited):
     """``threading.Lock`` in the world."""
 
     _holder: Thread | None = None
+    _times = 0
+    _is_reentrant = False
 
     def acquire(self) -> bool:
-        while self._holder is not None and self._holder.lives and not self._holder.dead:
-            self._wait(1.0)
-        self._holder = thread()
+        if not (self._is_reentrant and self._holder is thread()):
+            while self._holder is not None and self._holder.lives and not self._holder.dead:
+                self._wait(1.0)
+            self._holder, self._times = thread(), 0
+        self._times += 1
         return True
 
     def release(self, *_: object) -> None:
-        self._holder = None
-        self._wake()
+        self._times -= 1
+        if self._times == 0:
+            self._holder = None
+            self._wake()
 
     __enter__, __exit__ = acquire, release
 
@@ -152,21 +158,7 @@ class FakeLock(_Waited):
 class FakeRLock(FakeLock):
     """``threading.RLock`` in the world."""
 
-    _times = 0
-
-    def acquire(self) -> bool:
-        if self._holder is not thread():
-            super().acquire()
-            self._times = 0
-        self._times += 1
-        return True
-
-    def release(self, *_: object) -> None:
-        self._times -= 1
-        if self._times == 0:
-            super().release()
-
-    __enter__, __exit__ = acquire, release
+    _is_reentrant = True
 
 
 class FakeQueue(_Waited):

@@ -75,7 +75,7 @@ class Tracer:
             if self.left == 0:
                 error = self.kind()
                 self.world.troubled_at = self.world.now
-                retries = self.kind is TimeIsOver and self.world.deployment is not None
+                retries = self.kind is TimeIsOver and self.world.deployment.client is not None
                 self.raised = None if _is_dropped(frame, retries=retries) else error
                 handle_signal(error, frame)
         return self._count_down
