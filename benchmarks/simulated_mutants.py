@@ -15,17 +15,14 @@ The rule by which the mutants are taken stands here, and nobody chooses among th
 
 import argparse
 import ast
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import md5
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -140,17 +137,13 @@ def _without_what_tells(node: ast.AST) -> Iterator[ast.AST]:
 def reds(world: list[str], package: Path, seeds: Iterable[int]) -> set[int]:
     """The seeds whose histories are red; all of them if one does not end in time, or the code cannot run."""
     given = ["--package", str(package), "--jobs", "1", *world, "--seeds", *map(str, seeds)]
-    command = [sys.executable, "-m", "tests.simulation", *given]
-    with subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=DEVNULL, text=True, start_new_session=True) as playing:
-        try:
-            output, _ = playing.communicate(timeout=ENDS_WITHIN)
-        except subprocess.TimeoutExpired:
-            os.killpg(playing.pid, signal.SIGKILL)  # also the process that plays, or it would go on for ever
-            return set(seeds)
-    if not playing.returncode:
+    # `timeout` ends its whole group: also the process that plays, or that would go on for ever.
+    command = ["timeout", str(ENDS_WITHIN), sys.executable, "-m", "tests.simulation", *given]
+    played = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if played.returncode == 0:
         return set()
-    found = re.findall(r"^seed (\d+):", output.replace("\r", "\n"), re.MULTILINE)
-    return set(map(int, found)) or set(seeds)
+    found = re.findall(r"^seed (\d+):", played.stdout.replace("\r", "\n"), re.MULTILINE)
+    return set(map(int, found)) if played.returncode == 1 and found else set(seeds)
 
 
 def histories_until_seen(mutant: Mutant, most: int) -> int | None:
