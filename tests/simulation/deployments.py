@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 import redis
+from redis.cluster import ClusterNode
 
 from .server import Command, Refusal
 
@@ -29,6 +30,10 @@ def _keys_of(command: Command) -> list[bytes]:
     if command[0] == b"EVAL":
         return command[3 : 3 + int(command[2])]
     return command[1:2] if command[0].lower() in _OF_ONE_KEY else []
+
+
+def _address(name: str) -> list[Any]:
+    return [name.encode(), 6379, name.encode()]
 
 
 class Deployment:
@@ -71,13 +76,16 @@ class Cluster(Deployment):
         self.moved: set[bytes] = set()
 
     def client(self) -> Any:
-        return redis.RedisCluster(host="server", port=6379, **_PATIENCE)
+        known = ["server", *[name for name in self._history.hosts if name == "third"]]
+        node: Any = ClusterNode
+        return redis.RedisCluster(startup_nodes=[node(name, 6379) for name in known], **_PATIENCE)
 
     def answer(self, name: str, command: Command, *, is_asking: bool) -> Any:
         if command[0] == b"COMMAND":
             return _COMMANDS
         if command[:2] == [b"CLUSTER", b"SLOTS"]:
-            return [[slot, slot, [owner.encode(), 6379, owner.encode()]] for slot, owner in self.owners.items()]
+            nodes = {slot: [owner, *self._replicas(owner)] for slot, owner in self.owners.items()}
+            return [[slot, slot, *map(_address, names)] for slot, names in nodes.items()]
         if not (keys := _keys_of(command)):
             return None
         slot = slot_of(keys[0])
@@ -120,9 +128,34 @@ class Cluster(Deployment):
         self.moved = {key for key in self.moved if slot_of(key) != slot}
         self._history.note("cluster", "slot", slot, "is now of", self.owners[slot])
 
+    def _replicas(self, owner: str) -> list[str]:
+        """Where a node may leave, each node knows all: a real cluster has three nodes with slots at least."""
+        return [name for name in self._names if name != owner] if "third" in self._history.hosts else []
+
+    def leave(self, name: str) -> None:
+        """Let one of three nodes leave: its slots move to others, and then nothing listens there any more."""
+        if len(self._names) < 3:
+            return
+        self._names.remove(name)
+        for slot in self._slots_of(name):
+            self.move(slot)
+        self._history.note("cluster", name, "is going to leave")
+        self.is_settled_at = max(self.is_settled_at, self._history.now) + 0.01
+        self._history.at(self.is_settled_at, self._has_left, name)
+
+    def _has_left(self, name: str) -> None:
+        for slot in self._slots_of(name):  # one may have had another owner meanwhile
+            self.give(slot, self._names[0])
+        host = self._history.hosts[name]
+        host.has_left = True
+        host.stop(0)
+
+    def _slots_of(self, name: str) -> list[int]:
+        return [slot for slot, owner in self.owners.items() if owner == name]
+
     def fail_over(self) -> str:
-        name, other = "server", "other"
-        for slot in [slot for slot, owner in self.owners.items() if owner == name]:
+        name, other = "server", next(each for each in self._names if each != "server")
+        for slot in self._slots_of(name):
             self.give(slot, other)
         return name
 

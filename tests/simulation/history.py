@@ -21,6 +21,9 @@ from .server import Store
 from .tracing import Interrupted
 from .world import World
 
+NODES_LEAVE_FROM = 380_000_000
+"""From this seed on a cluster has three nodes, of which one may leave."""
+
 
 class BodyFails(Exception):
     """Raised by a decorated function, and by policies."""
@@ -65,7 +68,8 @@ class History(World):
                 vars(self.plan)[name] = self.choose(f"plan {name}", values) if is_chosen else values[0]
             self.possible.update(faults if is_chosen else {})
         self.store = Store(lambda: self.now, self.wall, self.plan.server)
-        self.hosts = {name: Host(self, self.store, name) for name in ("server", "other")}
+        names = ("server", "other", *["third"] * (seed >= NODES_LEAVE_FROM))
+        self.hosts = {name: Host(self, self.store, name) for name in names}
         self.host = self.hosts["server"]
         for each in self.hosts.values():
             each.loses, each.delays = self.plan.trouble
@@ -85,8 +89,12 @@ class History(World):
     def _slot_moves(self) -> None:
         self.deployment.move(self.choose("slot that moves", list(range(SLOTS))))
 
+    def _slots_move_as_a_node_leaves(self) -> None:
+        self.deployment.leave(self.choose("node that leaves", ["server", "other", "third"]))
+
     def plan_faults(self, seconds: float) -> None:
         of_clusters = {"slot moves": [0.5, 0.3, 0.1]} if type(self.deployment) is Cluster else {}
+        of_clusters |= {"slots move as a node leaves": [0.5]} if of_clusters and "third" in self.hosts else {}
         for label, probabilities in [*self.possible.items(), *of_clusters.items()]:
             do = getattr(self, f"_{label.replace(' ', '_')}")
             for probability in probabilities:

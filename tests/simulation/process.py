@@ -96,7 +96,7 @@ def _on_fork(*, before: Any = None, after_in_child: Any = None, **_: Any) -> Non
 
 
 def _on_exit(do: Callable[[], object]) -> None:
-    _importing[-1].at_exit.append(do)
+    this().at_exit.append(do)
 
 
 class FakeThread:
@@ -352,7 +352,7 @@ class Process:
         values = {id(value): value for _, value in items}.values()
         remembering = [value for value in values if hasattr(value, "cache_clear")]
         self._remembering: list[Any] = [each for each in remembering if each.__module__ in self.modules]
-        containers = [value for value in values if isinstance(value, _CONTAINERS)]
+        containers = [self.at_exit, *(value for value in values if isinstance(value, _CONTAINERS))]
         self._contents = [(each, getattr(each, "extend", None) or each.update, each.copy()) for each in containers]
 
     def _import(self, path: Path) -> dict[str, ModuleType]:
