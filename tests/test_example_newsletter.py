@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-import smtplib
-from contextlib import nullcontext
-from email import message_from_string, policy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from examples.newsletter import making, recipients, sending
-from examples.newsletter.letter import letter
-from examples.newsletter.recipients import CHUNK, NAMES, Recipient
+from examples.newsletter import making, recipients
+from examples.newsletter.recipients import CHUNK
 from rigs.waiting import eventually
 from tests.programs import Program, program
 
@@ -40,18 +35,6 @@ def test_a_chunk_is_found_by_its_ids() -> None:
     assert recipients.unsubscribed(15, 30) == {20, 30}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_message_has_the_personal_fields(name: str) -> None:
-    raw = letter("spring", Recipient(7, "person-7@example.net", name))
-    message: Any = message_from_string(raw, policy=policy.default)
-    assert not message.defects
-    assert raw.isascii()
-    (to,) = message["To"].addresses
-    assert (to.display_name, to.addr_spec) == (name, "person-7@example.net")
-    assert message["Message-ID"] == "<spring.7@example.org>"
-    assert message.get_content().startswith(f"Dear {name},\r\n")
-
-
 def test_a_chunk_that_breaks_off_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(making, "letter", lambda _, recipient: "x" * 10_000 * (9 // (9 - recipient.id)))
@@ -63,41 +46,6 @@ def test_a_chunk_that_breaks_off_is_not_there(folder: Path, monkeypatch: pytest.
     assert making.missing("spring") == [1, 2]
     assert [(entry.id, entry.address) for entry in making.read("spring", 0)][8] == (9, "person-9@example.net")
     assert making.make("spring", 0) == 0
-
-
-def test_who_is_refused_for_good_is_not_tried_again_and_who_is_refused_for_now_is(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accepted: list[str] = []
-    refused: dict[str, Exception] = {}
-
-    class Picky:
-        """A server that refuses some recipients, and some messages, for good or for now."""
-
-        def sendmail(self, _: str, to: list[str], __: str) -> None:
-            if to[0] in refused:
-                raise refused[to[0]]
-            accepted.append(to[0])
-
-    def deliver() -> int:
-        return sending.deliver("spring", lambda: None)
-
-    for number in range(3):
-        making.make("spring", number)
-    (folder / "spring" / "000000.new").write_bytes(b"..")  # of one that was killed when it began a journal
-    monkeypatch.setenv("NEWSLETTER_SMTP", "127.0.0.1:25")
-    monkeypatch.setattr(smtplib, "SMTP", lambda *_, **__: nullcontext(Picky()))
-    for_good, by_message, for_now = (f"person-{number}@example.net" for number in (3, 17, 25))
-    refused[for_good] = smtplib.SMTPRecipientsRefused({for_good: (550, b"refused")})
-    refused[by_message] = smtplib.SMTPDataError(554, b"refused")
-    for error in (smtplib.SMTPRecipientsRefused({for_now: (451, b"refused")}), smtplib.SMTPDataError(451, b"refused")):
-        refused[for_now] = error
-        with pytest.raises(OSError, match="refused"):
-            deliver()
-    del refused[for_now]
-    assert [deliver(), deliver()] == [5, 0]
-    assert len({*accepted}) == len(accepted) == 25
-    assert sorted(sending.journals("spring")) == [b"aaaaaaaaa.", b"aaaaaaraa.", b"aaraaaaaa."]
 
 
 # The command line
