@@ -238,19 +238,20 @@ def test_a_signal_handler_s_exception_is_no_server_that_is_down(url: str) -> Non
         decorated(own_key, redis=source, when_down=skip)()
 
 
-@pytest.mark.skipif(celery.VERSION < (5, 6), reason="Celery's backend knows no provider before")
-def test_a_backend_with_a_credential_provider_gives_its_own_client() -> None:
-    provider = UsernamePasswordCredentialProvider("user", "secret")
-    client: Any = server_of(an_app(result_backend="redis://h:5/3", redis_backend_credential_provider=provider))
-    assert client.connection_pool.connection_kwargs["credential_provider"] is provider
-
-
 PROVIDER = "redis://h:5/3?credential_provider=redis.UsernamePasswordCredentialProvider"
 
 
 @pytest.mark.skipif(celery.VERSION < (5, 6), reason="Celery's backend knows no provider before")
-def test_a_backend_whose_url_names_a_credential_provider_gives_its_own_client() -> None:
-    client: Any = server_of(an_app(result_backend=PROVIDER))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"result_backend": "redis://h:5/3", "redis_backend_credential_provider": UsernamePasswordCredentialProvider()},
+        {"result_backend": PROVIDER},
+    ],
+    ids=["setting", "URL"],
+)
+def test_a_backend_with_a_credential_provider_gives_its_own_client(config: dict[str, Any]) -> None:
+    client: Any = server_of(an_app(**config))
     options = client.connection_pool.connection_kwargs
     assert isinstance(options["credential_provider"], UsernamePasswordCredentialProvider)
 
@@ -493,22 +494,29 @@ def test_a_bad_value_changes_nothing(redis: Redis, prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("namespace", "redis", "prefix"),
+    ("namespace", "redis", "prefix", "unread"),
     [
-        (None, "only_one_redis", "only_one_prefix"),
-        ("CELERY", "CELERY_ONLY_ONE_REDIS", "CELERY_ONLY_ONE_PREFIX"),
-        ("celery", "celery_only_one_redis", "celery_only_one_prefix"),
-        ("JOBS_", "JOBS_ONLY_ONE_REDIS", "JOBS_ONLY_ONE_PREFIX"),
+        (None, "only_one_redis", "only_one_prefix", "ONLY_ONE_PREFIX only_one_prefx"),
+        ("CELERY", "CELERY_ONLY_ONE_REDIS", "CELERY_ONLY_ONE_PREFIX", "ONLY_ONE_PREFIX"),
+        ("celery", "celery_only_one_redis", "celery_only_one_prefix", "ONLY_ONE_PREFIX"),
+        ("JOBS", "JOBS_ONLY_ONE_REDIS", "JOBS_ONLY_ONE_PREFIX", "CELERY_ONLY_ONE_REDIS_URL JOBS_ONLY_ONE_URL"),
+        ("JOBS_", "JOBS_ONLY_ONE_REDIS", "JOBS_ONLY_ONE_PREFIX", "JOBS_ONLY_ONE_WHEN_DOWN"),
     ],
 )
-def test_settings_that_are_made_after_decorating(url: str, namespace: str | None, redis: str, prefix: str) -> None:
-    app = Celery(set_as_current=False)
+def test_settings_are_read_in_the_app_s_namespace_also_after_decorating_and_others_are_warned_of_once(
+    url: str, caplog: pytest.LogCaptureFixture, namespace: str | None, redis: str, prefix: str, unread: str
+) -> None:
+    app = Celery(f"app-{uuid4()}", set_as_current=False)
     task = a_task(app)
-    given = {redis: url, prefix: "own:"}
-    if namespace:
-        given |= dict.fromkeys(("ONLY_ONE_PREFIX", "only_one_prefix"), "outside of the namespace:")
+    outside = {"only_one_prefix": "outside of the namespace:"}
+    given = {**outside, redis: url, prefix: "own:", **dict.fromkeys(unread.split(), "not read")}
     app.config_from_object(SimpleNamespace(**given), namespace=namespace)
-    assert run(task) == "own:k"
+    for _ in range(2):
+        assert run(task) == "own:k"
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    text = "the configuration of the app {!r} has {}, which is not read: write {}, "
+    for message, name in zip(sorted(warned), sorted(unread.split()), strict=True):
+        assert message.startswith(text.format(app.main, name, redis))
 
 
 @pytest.mark.parametrize(
@@ -615,27 +623,3 @@ def test_a_plain_function_has_the_settings_of_the_processs_app(
     del first
     gc.collect()
     assert seen() == ["4 second:k", "second:k"]  # the other was not kept by the function that was its task, too
-
-
-NOT_READ = [
-    (None, "ONLY_ONE_PREFIX"),
-    ("JOBS", "CELERY_ONLY_ONE_REDIS_URL"),
-    ("JOBS", "JOBS_ONLY_ONE_WHEN_DOWN"),
-    ("JOBS_", "JOBS_ONLY_ONE_WHEN_DOWN"),
-    (None, "only_one_prefx"),
-    ("JOBS", "JOBS_ONLY_ONE_URL"),
-]
-
-
-@pytest.mark.parametrize(("namespace", "name"), NOT_READ)
-def test_a_setting_that_is_not_read_is_warned_of_once(
-    url: str, caplog: pytest.LogCaptureFixture, namespace: str | None, name: str
-) -> None:
-    app = Celery(f"app-{uuid4()}", set_as_current=False)
-    read = "JOBS_ONLY_ONE_REDIS" if namespace else "only_one_redis"
-    app.config_from_object({name: "not read", read: url}, namespace=namespace)
-    for _ in range(2):
-        assert run(a_task(app)) == KEY
-    (warned,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    text = f"the configuration of the app {app.main!r} has {name}, which is not read: write {read}, "
-    assert warned.startswith(text)
