@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from rigs.waiting import LIMIT, eventually
@@ -49,12 +48,6 @@ class Program:
         assert eventually(lambda: not processes().keys() & started.keys(), pause=0.1)
         assert "Traceback" not in self.text
         return status
-
-    def kill_worker(self) -> None:
-        """Kill all processes of the worker."""
-        for pid in [pid for pid, command in self.started().items() if is_worker(command)]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

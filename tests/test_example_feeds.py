@@ -38,10 +38,3 @@ def test_nothing_outlives_a_demo_that_is_broken_off(tmp_path: Path) -> None:
         assert demo.is_gone_after(signal.SIGINT) == 128 + signal.SIGINT
         assert "interrupted: everything that was started has been ended." in demo.text
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_worker_that_dies_is_a_failure(tmp_path: Path) -> None:
-    with program(DEMO, tmp_path) as demo:
-        demo.kill_worker()
-        assert demo.wait() == 1
-    assert "failed: the worker ended early, with status -9" in demo.text
