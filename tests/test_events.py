@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -137,13 +136,6 @@ def test_an_event_that_nobody_would_see_is_not_even_made(
 # --- events and hooks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Acquired, Busy, Down, Lost, Reclaimed, Released])
-def test_events_are_frozen(kind: Any) -> None:
-    event = kind(*[None] * len(dataclasses.fields(kind)))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        event.key = "another"
-
-
 def test_hooks_are_called_in_the_thread_of_the_run(redis: Redis) -> None:
     threads: list[int] = []
     unsubscribe = subscribe(lambda _: threads.append(threading.get_ident()))
@@ -173,15 +165,9 @@ class Only(Enum):
     ONE = 1
 
 
-def test_a_hook_that_fails_in_an_enum_is_no_signal_handler(redis: Redis) -> None:
-    unsubscribe = subscribe(lambda _: Only(2))
-    assert decorated(lambda: "ran")() == "ran"
-    unsubscribe()
-
-
 def test_a_hook_that_raises_is_logged_and_never_fatal(redis: Redis, prefix: str, busy: KeyIsBusy, caplog: Log) -> None:
     def bad(event: Any) -> None:
-        raise LookupError(type(event).__name__)
+        Only(2)
 
     with events() as before:
         unsubscribe = subscribe(bad)
@@ -195,11 +181,11 @@ def test_a_hook_that_raises_is_logged_and_never_fatal(redis: Redis, prefix: str,
         unsubscribe()
     assert kinds(after) == kinds(before)
     assert set(kinds(after)) == {"Acquired", "Busy", "Released", "Down", "Lost"}
-    records = [record for record in caplog.records if record.exc_info and record.exc_info[0] is LookupError]
+    records = [record for record in caplog.records if record.exc_info and record.exc_info[0] is ValueError]
     assert len(records) == len(after)
     assert all(record.levelno >= logging.WARNING for record in records)
     assert all(record.name.startswith("only_one") for record in records)
-    assert all(f"a hook failed on {vars(record)['exc_info'][1]}: {bad}" == record.getMessage() for record in records)
+    assert [record.getMessage() for record in records] == [f"a hook failed on {kind}: {bad}" for kind in kinds(after)]
 
 
 @pytest.mark.parametrize("told_by", ["subscribe", "the log"])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from only_one import AlreadyRunning, LockUnavailable, configure, current_lock, fail, only_one, subscribe
+from only_one.events import Event
 
 
 def plain(a: int, b: str = "x") -> float:
@@ -88,3 +89,8 @@ def the_rest() -> None:
     subscribe(lambda: None)  # type: ignore[arg-type, misc]
     subscribe(wrong_hook)  # type: ignore[arg-type]
     current_lock().is_held = True  # type: ignore[misc]
+
+
+def hook(event: Event) -> None:
+    """Events are frozen."""
+    event.key = "another"  # type: ignore[misc]
