@@ -110,8 +110,12 @@ def test_a_loss(
 
 
 def test_a_server_that_goes_away_during_a_run(server: RedisServer) -> None:
+    def work() -> str:
+        server.kill()
+        return "result"
+
     with events() as seen:
-        decorated(server.kill, timeout=60)()
+        assert decorated(work, timeout=60)() == "result"
     assert kinds(seen) == ["Acquired", "Released"]
     assert seen[1].outcome == "unknown"
 

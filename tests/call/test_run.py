@@ -80,8 +80,9 @@ def test_nothing_is_left_of_a_call_that_has_ended(
     with proxy.refused(), pytest.raises(LockUnavailable):
         run()
     fault = proxy.lose_request(*RELEASES, times=2)
-    with pytest.raises(ValueError, match=NAME):
+    with pytest.raises(ValueError, match=NAME) as raised:
         run()
+    assert raised.value.__context__ is raised.value.__cause__ is None
     assert fault.met.is_set()
     assert eventually(lambda: tokens[-1] not in renewal._renewer.pending_releases)
     assert not {*tokens} & {*renewal._renewer.leases}
