@@ -11,17 +11,15 @@ import sys
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
 
 import pytest
 from redis import Redis, RedisCluster
 
-from only_one import configure, current_lock
+from only_one import configure
 from only_one.__main__ import _cell, main
-from only_one.inspection import release_key
 from only_one.lock.token import TokenFactory
 from rigs.waiting import LIMIT
-from tests.decorated import CLOSED, Busy, decorated, token_of_the_dead
+from tests.decorated import CLOSED, Busy, token_of_the_dead
 
 Out = pytest.CaptureFixture[str]
 
@@ -139,38 +137,31 @@ def test_a_key_is_freed_as_it_is_shown(redis: Redis, prefix: str, capsys: Out, n
     assert main(["release", key]) == 0
 
 
-def test_a_living_holder_is_not_freed_without_force(redis: Redis, prefix: str, capsys: Out) -> None:
-    def run() -> list[Any]:
-        seen = [main(["release", "k"]), current_lock().is_held and redis.exists(f"{prefix}k")]
-        return [*seen, main(["release", "k", "--force"]), redis.exists(f"{prefix}k")]
-
-    assert decorated(run)() == [1, 1, 0, 0]
-    shown = capsys.readouterr()
-    assert f"pid {os.getpid()}" in shown.err
-    assert "is alive; --force frees it" in shown.err
-    assert f"{prefix}k was freed, held by" in shown.out
-
-
 ELSEWHERE = TokenFactory("f").token(3600).replace(b'"machine":"', b'"machine":"elsewhere')
 
 
-def test_what_is_freed_by_name(redis: Redis, prefix: str, dead: str, capsys: Out) -> None:
-    """A dead holder and a queued task; not one of another machine, and no value of another type."""
+def test_what_is_freed_by_name(redis: Redis, prefix: str, busy: Busy, dead: str, capsys: Out) -> None:
+    """A dead holder and a queued task; others by force, but no value of another type."""
     queued = store(redis, f"{prefix}queued")
     redis.set(f"{prefix}elsewhere", ELSEWHERE, px=600_000)
     redis.lpush(f"{prefix}list", "x")
 
-    assert main(["release", "queued", dead, "nothing", "elsewhere"]) == 1
-    assert main(["release", "--force", "list"]) == 1
+    with busy("alive"):
+        assert main(["release", "queued", dead, "nothing", "elsewhere", "alive"]) == 1
+        left = {f"{prefix}{name}".encode() for name in ("elsewhere", "alive", "list")}
+        assert {*redis.keys(f"{prefix}*")} == left
+        assert main(["release", "--force", "list", "alive"]) == 1
+        assert {*redis.keys(f"{prefix}*")} == left - {f"{prefix}alive".encode()}
     assert main(["show", "list"]) == 0
 
     shown = capsys.readouterr()
-    assert {*redis.keys(f"{prefix}*")} == {f"{prefix}elsewhere".encode(), f"{prefix}list".encode()}
     assert f"{queued} was freed, held by t (task the-id), pid {os.getpid()}" in shown.out
-    assert f"{dead} was freed" in shown.out
-    assert "a value of another type" in shown.out
+    for words in (f"{dead} was freed", f"{prefix}alive was freed, held by", "a value of another type"):
+        assert words in shown.out
     for words in ("nothing was not freed: it is free", "not known to be dead", "redis-cli deletes it"):
         assert words in shown.err
+    assert f"pid {os.getpid()}" in shown.err
+    assert "is alive; --force frees it" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -200,19 +191,6 @@ def test_all_that_are_dead_or_have_been_queued_for_longer_are_freed_and_no_other
     assert set(redis.keys(f"{prefix}*")) == before - {freed.encode()}
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{freed} was freed, held by {'f' if which == '--dead' else 't (task the-id)'}")
-
-
-def test_a_key_that_gets_another_holder_meanwhile_is_left_alone(
-    redis: Redis, dead: str, capsys: Out, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def release_later(*args: Any, **options: Any) -> bool:
-        redis.set(dead, "the next one", px=600_000)
-        return release_key(*args, **options)
-
-    monkeypatch.setattr("only_one.__main__.release_key", release_later)
-    assert main(["release", "dead"]) == 1
-    assert capsys.readouterr() == ("", f"{dead} was not freed: it has another holder now, or none\n")
-    assert redis.get(dead) == b"the next one"
 
 
 @pytest.mark.parametrize("field", [b'"since":-100000000000000}', b'"since":99999999999999}'])
