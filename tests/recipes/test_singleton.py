@@ -10,8 +10,8 @@ import pytest
 
 from examples import singleton as example
 from only_one import AlreadyRunning
-from rigs.waiting import LIMIT, eventually
-from tests.live.workers import URL, sender
+from rigs.waiting import LIMIT
+from tests.live.workers import sender
 from tests.recipes.place import Place
 
 
@@ -23,22 +23,20 @@ def test_the_examples_on_a_real_worker(place: Place) -> None:
             example.send_digest.delay("bob", reason=99),
             example.send_digest.delay("ann"),
             example.export.delay("bob"),
-            example.poll.delay(),
             example.rebuild.delay(""),
         ]
         assert len({each.id for each in calls}) == len(calls)
-        first, _, digest, _, export, poll, failing = calls
+        first, _, digest, _, export, failing = calls
         again = example.render.apply_async((1, 2, 3), {"paper": "A4"})
         assert again == first
         assert type(again) is type(first)
         # There, one that leaves an argument out of the call is a KeyError.
         assert digest == example.send_digest.delay(user="bob") == example.send_digest.delay("bob", 100)
-        assert poll == example.poll.delay()
         assert failing == example.rebuild.delay("")
         with pytest.raises(AlreadyRunning, match=export.id) as caught:
             example.export.delay("bob")
         assert caught.value.task_id == export.id
-        with place.worker("tests.recipes.singleton_app", 3, SINGLETON_URL=place.url, **{URL: place.url}):
+        with place.worker("examples.singleton", 3, SINGLETON_URL=place.url):
             assert first.get(timeout=LIMIT) == again.get(timeout=LIMIT) == "3 pages, {'paper': 'A4'}"
             assert digest.get(timeout=LIMIT) == "digest for bob, because of 99"
             with pytest.raises(ValueError, match="which index"):
@@ -48,10 +46,3 @@ def test_the_examples_on_a_real_worker(place: Place) -> None:
             reminder = example.remind.delay("bob")
             assert reminder.get(timeout=LIMIT) == "bob was reminded"
             assert example.remind.delay("bob") == reminder
-            # A run that outlives its timeout excludes nobody, and leaves the key to the next; there, it deletes it.
-            assert eventually(lambda: not [*place.client.scan_iter("only_one:*poll*")])
-            assert not poll.ready()
-            later = example.poll.apply_async(queue="later")
-            place.client.rpush("poll", "may end")
-            assert poll.get(timeout=LIMIT) == "polled"
-            assert example.poll.delay() == later != poll
