@@ -1,14 +1,46 @@
-"""The soak of an hour: its checker finds faults in a witness file. `make soak-hour` is the soak itself."""
+"""What the benchmarks write down: docs/comparison.md, the tables of mutants, and the faults that the soak counts."""
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import only_one
+from benchmarks import mutants, peers, simulated_mutants
+from benchmarks.peers_app import PEERS
 from benchmarks.soak_hour import History
+from tests.documented import tables
+
+
+def test_the_comparison_has_rows_of_checks_and_a_column_for_each_library() -> None:
+    measured = tables(peers.PAGE.read_text().partition(peers.BEGIN)[2].partition(peers.END)[0])
+    assert [name for head, *_ in measured for name in head[1:]] == [peer.name for peer in PEERS]
+    assert len(measured) == 2
+    for head, *rows in measured:
+        shown = [row[0] for row in rows]
+        assert shown == [check for check in peers.CHECKS if check in shown]
+        assert all(len(row) == len(head) and all(row) and len({*row[1:]}) > 1 for row in rows)
+    found = {row[0] for _, *rows in measured for row in rows}
+    assert peers.CHECKS.keys() - found == {"free after an exception"}, "which all do alike"
+
+
+def test_the_table_names_modules_and_tests_that_exist() -> None:
+    with mutants.TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    modules = {Path(only_one.__file__).parents[1] / row["module"].removesuffix(" (Lua)") for row in rows}
+    tests = {mutants.ROOT / name for row in rows for name in row["tests"].split()}
+    assert [each for each in modules | tests if not each.exists()] == []
+
+
+def test_the_mutants_that_no_history_can_show_are_of_lines_that_exist() -> None:
+    code = "".join((Path(only_one.__file__).parent / name).read_text() for name in simulated_mutants.FILES)
+    assert [part for part, _ in simulated_mutants.EQUIVALENT if part not in code] == []
+
 
 Line = tuple[str, str, dict[str, Any]]
 
@@ -44,7 +76,7 @@ DROPPED = [task("x", name="newest", key="newest:a", sent_at=2), task("x", end="s
         ([task("x", error="TypeError()")], {"errors": 1}),
     ],
 )
-def test_what_is_found_in_a_history(tmp_path: Path, lines: list[Line], expected: dict[str, int]) -> None:
+def test_what_the_soak_finds_in_a_history(tmp_path: Path, lines: list[Line], expected: dict[str, int]) -> None:
     (tmp_path / "witness").write_text("\n".join([*map(json.dumps, lines), '["runs", ']))  # the last is being written
     history = History(tmp_path / "witness")
     history.read()
