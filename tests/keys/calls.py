@@ -104,3 +104,7 @@ carried = st.recursive(
 
 def importer(a: Any, b: Any = 2, c: Any = (3, "x"), *, d: Any = None) -> None:
     """A function as users have them."""
+
+
+def anything(a: Any, b: Any = 2, *rest: Any, c: Any = 3, **others: Any) -> None:
+    """A function that takes all kinds of arguments."""

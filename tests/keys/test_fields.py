@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from only_one import UnkeyableArgument
-from only_one.keys.digest import digest
-from tests.keys.calls import LONG, NAME, Feed, Mode, Opaque, Point, as_it_is, key_of, maker, surrogates
+from tests.keys.calls import LONG, Feed, Mode, Opaque, Point, as_it_is, key_of, maker, surrogates
 
 
 @pytest.mark.parametrize("template", ["{a}", "{a!s}", "{a!r}", "{a:>8}", "{a:md5}", "{md5}"])
@@ -63,46 +61,6 @@ def test_any_str_has_a_key_of_its_own_that_can_be_sent(values: list[str]) -> Non
         assert keys[0] != keys[1]
         for key in keys:
             key.encode()  # as redis-py does
-
-
-USER = SimpleNamespace(id=7, team=SimpleNamespace(name="ops"))
-
-
-@pytest.mark.parametrize(
-    ("template", "args", "kwargs", "key"),
-    [
-        ("nightly-report", (), {}, "nightly-report"),  # a constant key asks nothing of the call
-        ("{name}", (1,), {}, NAME),
-        ("{a}", (None,), {}, "None"),
-        ("{a.id}", (USER,), {}, "7"),
-        ("{a.team.name}:{b}", (USER, 1), {}, "ops:1"),
-        ("{a[0]}", ({"0": "x"},), {}, "x"),
-        ("{a[0]}", ({0: "x"},), {}, "x"),
-        ("{a[0][sku].id}", ([{"sku": USER}],), {}, "7"),
-        ("{a[not a name]}", ({"not a name": 3},), {}, "3"),
-        ("{rest[1]}", (0, 0, "x", "y"), {}, "y"),
-        ("{others[feed]}", (0,), {"feed": "f"}, "f"),
-        ("{c}", (0,), {"c": 5}, "5"),
-        ("{a}", (Path("/0xABCDEF12"),), {}, "/0xABCDEF12"),
-        ("{a:#010x}", (0xABCDEF12,), {}, "0xabcdef12"),  # which is no address of an object
-        ("{a!r}", (b"0xABCDEF12",), {}, "b'0xABCDEF12'"),
-        ("{a!a}", ("\xe9",), {}, "'\\xe9'"),
-        ("{a!r:>5}", ("x",), {}, "  'x'"),
-        ("{a}:{b}", ("x:y%", "z"), {}, "x%3Ay%25:z"),
-        ("{a}:{b}-{c}", ("X-\ud800", ":Y"), {"c": "-"}, "X%2D%ED%A0%80:%3AY-%2D"),
-        ("{a}", (b"x",), {}, "b'x'"),
-        ("{a:>5}", (b"x",), {}, " b'x'"),
-        ("{a[0]:md5}", ([[1, 2]],), {}, digest([1, 2])),
-        ("{rest:md5}", (0, 0, "x"), {}, digest(["x"])),
-        ("{others:md5}", (0,), {"x": 1}, digest({"x": 1})),
-        ("{a!r:md5}", ("x",), {}, digest("'x'")),
-        ("{a!s:md5}", (1,), {}, digest("1")),
-    ],
-)
-def test_the_text_of_a_field(template: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: str) -> None:
-    def function(a: Any, b: Any = 2, *rest: Any, c: Any = 3, **others: Any) -> None: ...
-
-    assert maker(template, function)(*args, **kwargs) == key
 
 
 LOOP: list[Any] = []

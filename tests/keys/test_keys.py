@@ -1,6 +1,6 @@
 """Equal calls have equal keys, different calls have different ones, in every process and on every day.
 
-The golden file has an expression and its result in each line: a value's digest, or the key of a call of `importer`.
+The golden file has an expression and its result in each line: a value's digest, or the key of a call.
 `python -m tests.keys.test_keys > tests/golden/keys.json`, into another file first, writes it anew, with the results of
 lines that were added with an empty result. A result that changes breaks exclusion in the middle of a deploy.
 """
@@ -30,12 +30,17 @@ BROKEN = (
 
 
 def key(template: str, *args: Any, **kwargs: Any) -> str:
-    """The key of a call."""
+    """The key of a call of `importer`."""
     return calls.maker(template, calls.importer)(*args, **kwargs)
 
 
+def key_of_any(template: str, *args: Any, **kwargs: Any) -> str:
+    """The key of a call of `anything`."""
+    return calls.maker(template, calls.anything)(*args, **kwargs)
+
+
 # What the expressions may name.
-NAMES: dict[str, Any] = {"digest": digest, "key": key, "math": math}
+NAMES: dict[str, Any] = {"digest": digest, "key": key, "key_of_any": key_of_any, "math": math}
 for module in (calls, decimal, pathlib, uuid, dt):  # the last wins, as `uuid` has a `time` of its own
     NAMES |= vars(module)
 
