@@ -1,4 +1,4 @@
-"""The application of docs/recipes/fastapi.md, whose job waits for the test; and other ways to start it.
+"""The application of docs/recipes/fastapi.md, whose job waits for the test; and another way to start it.
 
 Its annotations are no strings: older releases of FastAPI cannot read those of a decorated endpoint.
 """
@@ -35,11 +35,3 @@ async def start_later(shop: str, background: BackgroundTasks) -> list[str]:
     """With a background task alone: which keys are held when the response is made."""
     background.add_task(only_one("later:{shop}")(write_report), shop)
     return [each.key for each in held("later:*")]
-
-
-@app.post("/endpoints/{shop}", status_code=202)
-@only_one("endpoint:{shop}")
-async def endpoint(shop: str, background: BackgroundTasks) -> list[str]:
-    """An endpoint that is decorated itself: which keys are held while it runs."""
-    background.add_task(write_report, shop)
-    return [each.key for each in held("endpoint:*")]

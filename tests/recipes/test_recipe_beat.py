@@ -1,25 +1,18 @@
-"""docs/recipes/beat.md and once-per-tick.md: real beats and real workers say what the pages show."""
+"""docs/recipes/beat.md: a real beat and a real worker say what the page shows."""
 
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
 
-from only_one.testing import Guarded
 from tests.recipes.place import Place, shown_in
 
 SCHEDULES = {"stock": "count_stock", "prices": "import_prices", "reminders": "send_reminders"}
 SENT = "Sending due task {} "
 
 
-def beat(place: Place, module: str, name: str = "beat") -> AbstractContextManager[Guarded]:
-    options = ["-l", "INFO", "--pidfile", "", "--schedule", f"schedule of {name}"]
-    return place.running(name, "celery", "-A", module, "beat", *options)
-
-
 def test_beat_and_worker_say_what_the_page_shows(place: Place) -> None:
     with place.worker("examples.recipes.beat", 4):
-        with beat(place, "examples.recipes.beat"):
+        with place.running("beat", "celery", "-A", "examples.recipes.beat", "beat", "-l", "INFO", "--pidfile", ""):
             for schedule in SCHEDULES:
                 place.wait_for("beat", SENT.format(schedule), 6)
             place.wait_for("beat", "did not run", 2)
@@ -38,16 +31,3 @@ def test_beat_and_worker_say_what_the_page_shows(place: Place) -> None:
     assert {task for task, number in skips.items() if number} == {"import_prices", "send_reminders"}
     assert {*re.findall(r"(\w+) did not run", received)} == {"count_stock"}
     assert not [line for line in errors if " task reminders:" not in line]
-
-
-def test_of_two_hosts_one_reports(place: Place) -> None:
-    example = "examples.recipes.once_per_tick"
-    (skip,) = shown_in("once-per-tick.md")
-    # One process, so the second tick of a minute comes when the run of the first has ended.
-    with place.worker(example, 1), beat(place, example, "host-1"), beat(place, example, "host-2"):
-        for host in ("host-1", "host-2"):
-            place.wait_for(host, SENT.format("report"))
-        place.wait_for("worker", f"^{skip}$")
-        place.wait_for("worker", "succeeded in .*'reported'")
-        holder = place.holder("only_one:report")
-        assert holder is None or holder.state == "kept"

@@ -62,7 +62,7 @@ def test_a_double_click_starts_one_job(place: Place) -> None:
         let_end(place, "tea")
 
 
-def test_what_the_page_says_of_other_places(place: Place) -> None:
+def test_a_background_task_alone_gives_both_clicks_202_and_skips_the_second_job(place: Place) -> None:
     with place.serving(APP) as (url, _):
         # With a background task alone, the job acquires the key after the response, and the second one is skipped.
         assert post(f"{url}/later/tea") == (202, [])
@@ -70,12 +70,6 @@ def test_what_the_page_says_of_other_places(place: Place) -> None:
         assert post(f"{url}/later/tea") == (202, ["only_one:later:tea"])
         place.wait_for("uvicorn", "did not run: only_one:later:tea is taken by")
         let_end(place, "tea")
-        # A decorated endpoint does not guard its background tasks.
-        for _ in range(2):
-            assert post(f"{url}/endpoints/mugs") == (202, ["only_one:endpoint:mugs"])
-        assert eventually(lambda: jobs(place)[1:] == ["tea ends", "mugs begins", "mugs begins"])
-        assert not place.client.exists("only_one:endpoint:mugs")
-        let_end(place, "mugs", "mugs")
 
 
 def test_a_shutdown_waits_for_the_job_and_a_job_that_is_cut_off_blocks_no_next_one(place: Place) -> None:
