@@ -15,7 +15,7 @@ import redis as redis_py
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from only_one import AlreadyRunning, ConfigurationError, LockUnavailable, configure, current_lock, fail, only_one
+from only_one import AlreadyRunning, ConfigurationError, LockUnavailable, current_lock, fail, only_one
 from only_one.lock import renewal
 from only_one.lock.token import active_tokens
 from rigs.proxy import Proxy
@@ -32,17 +32,6 @@ def client(proxy: Proxy) -> Iterator[Any]:
     patience: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": LIMIT}
     with redis_py.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0), **patience) as client:
         yield client
-
-
-def test_settings_that_change_during_a_run_are_not_the_runs(redis: Any, prefix: str, key: str, proxy: Proxy) -> None:
-    @only_one(NAME, lease=LONG)
-    def run() -> bool:
-        configure(prefix=f"{prefix}other:", redis=proxy.url, active=False)
-        return bool(redis.exists(key))
-
-    assert run()
-    assert not redis.exists(key)
-    assert proxy.commands == []
 
 
 # What is left when it is over
