@@ -70,9 +70,9 @@ def test_every_form_decorates(redis: Redis, prefix: str, form: Function, key: st
 
 
 def test_methods(prefix: str) -> None:
+    @dataclass
     class Feed:
-        def __init__(self, url: str) -> None:
-            self.url = url
+        url: str
 
         @only_one("feed:{self.url}:{more}")
         def load(self, more: int = 1) -> str:
@@ -80,6 +80,10 @@ def test_methods(prefix: str) -> None:
 
         @only_one("async:{self.url}")
         async def load_async(self) -> str:
+            return own_key()
+
+        @only_one("{self:md5}")
+        def with_digest(self) -> str:
             return own_key()
 
         @classmethod
@@ -94,19 +98,12 @@ def test_methods(prefix: str) -> None:
     feed = Feed("a")
     assert (feed.load(), Feed("b").load(more=2)) == (f"{prefix}feed:a:1", f"{prefix}feed:b:2")
     assert asyncio.run(feed.load_async()) == f"{prefix}async:a"
+    assert feed.with_digest() == Feed("a").with_digest() != Feed("b").with_digest()
     assert Feed.of_class(1) == feed.of_class(a=1) == ("Feed", f"{prefix}class:1")
     assert feed() == only_one(feed.__call__, key="bound")() == f"{prefix}call:a"
 
 
-def test_methods_whose_object_has_a_digest_or_is_a_task(prefix: str) -> None:
-    @dataclass
-    class Feed:
-        url: str
-
-        @only_one("{self:md5}")
-        def load(self) -> str:
-            return own_key()
-
+def test_the_run_of_a_class_based_task(prefix: str) -> None:
     class Work(Task):  # type: ignore[misc]
         name = "a-task-of-a-class"
 
@@ -114,9 +111,7 @@ def test_methods_whose_object_has_a_digest_or_is_a_task(prefix: str) -> None:
         def run(self, a: int) -> str:
             return own_key()
 
-    app = Celery(set_as_current=False)
-    assert Feed("a").load() == Feed("a").load() != Feed("b").load()
-    key: Any = app.register_task(Work()).apply([1]).get()
+    key: Any = Celery(set_as_current=False).register_task(Work()).apply([1]).get()
     assert key.startswith(f"{prefix}a-task-of-a-class:")
 
 
