@@ -54,7 +54,6 @@ def forms() -> None:
     assert_type(only_one(plain, 300, key=lambda a, b: f"{a}")(1), float | None)
     assert_type(only_one("k")(plain)(1, "y"), float | None)
     assert_type(only_one("k")(lambda: "x")(), str | None)
-    assert_type(only_one("k", timedelta(minutes=5), lease=timedelta(seconds=10))(plain)(1), float | None)
     assert_type(only_one(key="k", timeout=300.5, work_id=lambda a, b: a)(plain)(a=1), float | None)
 
 
@@ -92,7 +91,6 @@ def policies() -> None:
     again = retry(5, max_retries=3)
     assert_type(only_one("k", when_busy=again, when_down=retry(timedelta(seconds=9)))(plain)(1), float)
     assert_type(only_one("k", when_busy=who, when_lost=lost, when_down=why)(plain)(1), float | str | bytes)
-    assert_type(only_one(plain, key="k", when_busy=who, when_down=why)(1), float | str | bytes)
 
 
 async def async_policies() -> None:
@@ -147,8 +145,6 @@ def settings(client: Redis) -> None:
     """Everything that can be set."""
     configure(redis="redis://localhost", prefix="app:", timeout=300, lease=timedelta(seconds=10), when_busy=fail)
     configure(redis=client, timeout=None, when_busy=who, active=False)
-    with configure(active=False):
-        only_one("k", redis=lambda: client)
 
 
 def hook(event: Event) -> None:

@@ -51,7 +51,6 @@ async def results() -> None:
 def options() -> None:
     """What a decorator takes."""
     only_one("k", "300")  # type: ignore[call-overload]
-    only_one("k", lease="300")  # type: ignore[call-overload]
     only_one("k", work_id="7")  # type: ignore[call-overload]
     only_one("k", 300, 30)  # type: ignore[call-overload]
     only_one(key=3)  # type: ignore[call-overload]
@@ -81,8 +80,6 @@ def the_rest() -> None:
     """What settings, hooks and locks take."""
     configure("redis://localhost")  # type: ignore[call-arg]
     configure(timeout="300")  # type: ignore[arg-type]
-    configure(prefix=b"k")  # type: ignore[arg-type]
-    configure(active="no")  # type: ignore[arg-type]
     configure(when_busy="skip")  # type: ignore[arg-type]
     configure(nope=1)  # type: ignore[call-arg]
     subscribe(3)  # type: ignore[arg-type]
