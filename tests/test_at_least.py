@@ -1,4 +1,4 @@
-"""Keys that are kept for some time after a run that has succeeded; `later` is when some of that has gone by."""
+"""Keys that stay for some time after their runs; `later` is when some of that has gone by."""
 
 from __future__ import annotations
 
@@ -122,6 +122,26 @@ def test_it_is_kept_as_soon_as_a_server_that_was_away_at_the_end_of_the_run_is_b
             assert eventually(lambda: b'"state":"kept"' in (redis.get(key) or b""))
         assert 4_000_000 < redis.pttl(key) <= 5_000_000
     assert call_both() == [None, None]
+
+
+@both
+def test_a_key_whose_run_asked_for_more_time_is_released_when_a_server_that_was_away_is_back(
+    redis: Any, redis_url: str, key: str, decorate: Decorate
+) -> None:
+    """It is tried for as long as the key may be there: longer than it was acquired for, though no reply came."""
+    with Proxy(redis_url) as proxy, ExitStack() as away, redis_py.Redis.from_url(proxy.url, retry=None) as client:
+
+        def work() -> None:
+            proxy.lose_reply("EVAL", times=2)  # it is sent again once
+            with pytest.raises(redis_py.ConnectionError):
+                current_lock().extend(3600)
+            away.enter_context(proxy.refused())
+
+        decorate(work, timeout=LIMIT, redis=client)()
+        with later(2 * LIMIT):
+            wait_for_another_attempt(key)
+            away.close()
+            assert eventually(lambda: not redis.exists(key))
 
 
 def test_a_run_that_is_killed_is_not_kept(redis: Any, redis_url: str, prefix: str, key: str) -> None:

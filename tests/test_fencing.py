@@ -1,26 +1,19 @@
-"""Fencing tokens: a number that a store can tell a late writer by. And runs that ask for more time."""
+"""Fencing tokens: a number that a store can tell a late writer by."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
-import redis as redis_py
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from only_one import current_lock
-from rigs.proxy import Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, both, decorated
-from tests.renewal import later, wait_for_another_attempt
 
-HOUR = 3600
-DAY = 24 * HOUR * 1000
+DAY = 24 * 3600 * 1000
 
 
 @pytest.fixture
@@ -35,9 +28,6 @@ def fence() -> int:
 
 def rises(fences: list[int]) -> bool:
     return fences == sorted(set(fences))
-
-
-# Fencing tokens
 
 
 @both
@@ -109,29 +99,3 @@ def test_it_rises_over_a_restart_without_persistence(server: RedisServer) -> Non
         server.start()
         fences.append(call())
     assert rises(fences)
-
-
-# More time; in a cluster, see `faults/test_cluster`
-
-
-@both
-@pytest.mark.parametrize("is_told", [True, False], ids=["extended", "extended without a reply"])
-def test_a_key_whose_run_asked_for_more_time_is_released_when_a_server_that_was_away_is_back(
-    redis: Any, redis_url: str, key: str, decorate: Decorate, *, is_told: bool
-) -> None:
-    """It is tried for as long as the key may be there, and not only as long as it was acquired for."""
-    once = Retry(NoBackoff(), 0)
-    with Proxy(redis_url) as proxy, ExitStack() as away, redis_py.Redis.from_url(proxy.url, retry=once) as client:
-
-        def work() -> None:
-            if not is_told:
-                proxy.lose_reply("EVAL", times=2)  # it is sent again once
-            with suppress(redis_py.ConnectionError):
-                current_lock().extend(HOUR)
-            away.enter_context(proxy.refused())
-
-        decorate(work, timeout=LIMIT, redis=client)()
-        with later(2 * LIMIT):
-            wait_for_another_attempt(key)
-            away.close()
-            assert eventually(lambda: not redis.exists(key))
