@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +29,8 @@ import pytest
 from celery import Celery, Task
 from redis import Redis
 
-from only_one import LockLost, configure, current_lock, only_one
+from only_one import LockLost, configure, current_lock, only_one, subscribe
+from only_one.errors import KeyTemplateError
 from only_one.inspection import key_of
 from only_one.keys.digest import digest
 from rigs.waiting import LIMIT, eventually
@@ -273,3 +275,46 @@ def test_current_lock_says_what_the_run_holds(redis: Redis) -> None:
     assert (lock.is_held, lock.expires_in) == (False, 0)  # after the run
     with pytest.raises(LockLost, match="released"):
         lock.ensure_held()
+
+
+# --- annotations, which Python 3.14 evaluates when it is asked for them ---
+
+lazy_annotations = pytest.mark.skipif(sys.version_info < (3, 14), reason="Python evaluates them where they are written")
+
+SOURCE = """
+def decorated(order: Later, count: int = 1) -> Later: ...
+def key_of_order(order: Later, count: int) -> str: return f"order-{order}"
+def hook(event: Later) -> None: ...
+
+class With:
+    def method(self, order: Later) -> None: ...
+    decorated = only_one("order:{md5}")(method)
+    id: int
+
+class Without:
+    def method(self, order: Later) -> None: ...
+"""
+
+
+def run_as_module(source: str) -> dict[str, Any]:
+    """The names of a module, without this file's import from the future."""
+    names: dict[str, Any] = {"__name__": __name__, "only_one": only_one}
+    exec(compile(source, __file__, "exec", dont_inherit=True), names)  # noqa: S102 - it is our own
+    return names
+
+
+@lazy_annotations
+def test_a_function_a_key_and_a_hook_may_have_annotations_that_are_defined_later() -> None:
+    module = run_as_module(SOURCE)
+    decorated = only_one(module["decorated"], key=module["key_of_order"], when_busy=module["hook"])
+    subscribe(module["hook"])()
+    parameters = inspect.signature(decorated).parameters
+    assert list(parameters) == ["order", "count"]
+    assert parameters["count"].annotation is int
+
+
+@lazy_annotations
+def test_a_class_with_annotations_may_become_a_dataclass_and_others_are_refused() -> None:
+    assert run_as_module(SOURCE)["With"].decorated.__only_one__
+    with pytest.raises(KeyTemplateError, match="no stable digest"):
+        run_as_module(f"{SOURCE}\n    only_one('order:{{md5}}')(method)")

@@ -1,4 +1,4 @@
-"""What a field of a template means, which values have no stable text, and how texts are escaped and cut."""
+"""What a field of a template means, however the arguments are given; which values have no stable text; escaping."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from only_one import UnkeyableArgument
-from tests.keys.calls import LONG, Feed, Mode, Opaque, Point, as_it_is, key_of, maker, surrogates
+from only_one import OnlyOneError, UnkeyableArgument
+from tests.keys.calls import LONG, Feed, Mode, Opaque, Point, as_it_is, importer, key_of, maker, surrogates
 
 
 @pytest.mark.parametrize("template", ["{a}", "{a!s}", "{a!r}", "{a:>8}", "{a:md5}", "{md5}"])
@@ -111,11 +111,11 @@ UNKNOWN_CONTAINERS = [deque([{"a"}]), MappingProxyType({1: {"a"}}), SimpleNamesp
         (("{md5}",), {10**5000: 1}, "is or holds a builtins.int: "),
         (("{feed}", "{feed!r}"), ValueError(Opaque()), "is or holds a builtins.ValueError: "),
         (("{feed}",), Opaque(), "is a tests.keys.calls.Opaque, which"),
-        (("{feed.id}",), None, r"\{feed.id\}.*'feed'"),
+        (("{feed.id}",), None, r"\{feed.id\}.*'feed'.*: pass a value that has it, or write key=callable$"),
         (("{feed[id]}",), {}, r"\{feed\[id\]\}.*'feed'"),
         (("{feed[3]}",), [1], r"\{feed\[3\]\}.*'feed' \(IndexError: "),
         (("{feed[id]}",), 3, r"\{feed\[id\]\}.*'feed'"),
-        (("{feed:d}",), "x", r"\{feed:d\}.*'feed', a str \("),
+        (("{feed:d}",), "x", r"\{feed:d\}.*'feed', a str \(.*: write another format, or key=callable$"),
         (("{feed!r:d}",), 3, r"\{feed!r:d\}.*'feed', a str \("),
         (("{feed:%Y}",), None, r"\{feed:%Y\}.*'feed', a NoneType \("),
     ],
@@ -178,3 +178,47 @@ def test_what_is_suggested_in_place_of_a_value_without_a_key_exists(template: st
     with pytest.raises(UnkeyableArgument, match="key=callable") as raised:
         maker(template, lambda ctx: ctx)(value)
     assert re.findall(r"such as (\S+),", str(raised.value)) == ([advice] if advice else [])
+
+
+# --- how the arguments are given ---
+
+
+@pytest.mark.parametrize("template", ["{md5}", "{a:md5}:{rest:md5}:{others:md5}"])
+def test_every_kind_of_parameter(template: str) -> None:
+    def mixed(a: int, /, b: int = 2, *rest: int, c: int, d: int = 4, **others: int) -> None: ...
+
+    key = maker(template, mixed)
+    assert key(1, c=3) == key(1, 2, c=3, d=4) == key(1, b=2, d=4, c=3)
+    assert key(1, 2, 5, c=3, x=1, y=2) == key(1, 2, 5, y=2, x=1, c=3)
+    calls = [key(1, c=3), key(2, c=3), key(1, 2, 5, c=3), key(1, 2, 5, 6, c=3), key(1, c=3, x=1), key(1, c=3, y=1)]
+    calls += [key(1, c=3, a=1), key(1, c=3, x=1, y=2)]
+    assert len(set(calls)) == len(calls)
+    key = maker("{md5}", lambda a, b: (a, b))
+    assert key(1, 2) == key(b=2, a=1) != key(2, 1)
+
+
+def test_a_positional_only_name_may_come_again_as_keyword() -> None:
+    def mixed(a: int = 0, /, **others: int) -> None: ...
+
+    key = maker("{a}:{others[a]}", mixed)
+    assert key(1, a=2) == "1:2"
+    assert maker("{a}", mixed)(a=2) == "0"
+    with pytest.raises(TypeError):
+        maker("{md5}", lambda a, /: a)(a=2)
+    with pytest.raises(TypeError):
+        maker("{md5}", lambda a, *, b=2, c=3: (a, b, c))(1, 2)
+
+
+@pytest.mark.parametrize("template", ["{a}", "{a:md5}", "{a.real}:{name}"])
+def test_a_key_of_one_parameter_does_not_look_at_the_rest(template: str) -> None:
+    key = maker(template, lambda a, b, *rest, **others: (a, b, rest, others))
+    assert key(1, object(), object(), x=object()) == key(1, 2) == key(1) == key(a=1)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), ((), {"b": 1}), ((1, 2, 3, 4), {}), ((1,), {"nope": 1}), ((1,), {"a": 1})], ids=repr
+)
+def test_a_call_that_could_not_be_made_has_no_key(args: Any, kwargs: Any) -> None:
+    with pytest.raises(TypeError, match=r": the decorated function takes \(a, b, c, d\)$") as raised:
+        maker("{md5}", importer)(*args, **kwargs)
+    assert not isinstance(raised.value, OnlyOneError)
