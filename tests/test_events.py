@@ -22,9 +22,9 @@ from redis import Redis
 
 from only_one import carry_on, fail, skip, subscribe
 from only_one import events as only_one_events
-from only_one.errors import AlreadyRunning, LockLost
+from only_one.errors import AlreadyRunning, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released
-from only_one.inspection import key_of
+from only_one.keys.digest import digest
 from only_one.lock.token import TokenFactory
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
@@ -59,23 +59,37 @@ def the(kind: type, seen: list[Any]) -> Any:
 
 
 @both
-def test_a_run(redis: Redis, prefix: str, decorate: Decorate) -> None:
-    def work() -> None:
+def test_a_run_a_skip_and_a_server_that_is_down(redis: Redis, prefix: str, caplog: Log, decorate: Decorate) -> None:
+    """The log has them, too: a skip with the holder, the rest for debugging, and no argument."""
+
+    def work(a: str) -> None:
         assert kinds(seen) == ["Acquired"]
         time.sleep(0.02)
-        assert decorated(lambda: "ran")() is None
+        assert decorated(work, "{a:md5}")(a) is None
         raise LookupError
 
-    with events() as seen, pytest.raises(LookupError):
-        decorate(work)()
-    acquired, busy, released = seen
-    assert kinds(seen) == ["Acquired", "Busy", "Released"]
-    assert {event.key for event in seen} == {f"{prefix}k"}
-    name = f"{__name__}.{work.__qualname__}"
-    assert acquired.name == released.name == acquired.holder.name == busy.holder.name == name
+    caplog.set_level(logging.DEBUG)
+    with events() as seen:
+        with pytest.raises(LookupError):
+            decorate(work, "{a:md5}")("hunter2")
+        decorate(work, "{a:md5}", redis=CLOSED, when_down=skip)("hunter2")
+    acquired, busy, released, down = seen
+    key, name = prefix + digest("hunter2"), f"{__name__}.{work.__qualname__}"
+    assert kinds(seen) == ["Acquired", "Busy", "Released", "Down"]
+    assert acquired.holder.name == busy.holder.name == name
     assert acquired.holder.pid == busy.holder.pid == os.getpid()
     assert released.outcome == "held"
     assert 0.02 <= released.seconds < LIMIT
+    assert isinstance(down.error, LockUnavailable)
+    for event in seen:
+        record = logged(caplog, type(event).__name__)
+        assert record.levelno == (logging.INFO if event is busy else logging.DEBUG)
+        assert key in record.getMessage()
+        assert vars(record)["only_one_key"] == event.key == key
+        assert vars(record)["only_one_name"] == event.name == name
+    assert logged(caplog, "Acquired").getMessage() == f"{name} holds {key}"
+    assert f"is taken by {name}, pid {os.getpid()} on " in logged(caplog, "Busy").getMessage()
+    assert "hunter2" not in caplog.text
 
 
 @both
@@ -337,22 +351,3 @@ def test_an_exception_of_a_signal_handler_in_the_log_of_the_first_skip_reaches_t
     monkeypatch.setattr(only_one_events.logger, "filters", [lambda _record: signal.raise_signal(signal.SIGUSR1)])
     with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), pytest.raises(SoftTimeLimitExceeded):
         decorated(work)()
-
-
-def test_a_skip_is_logged_with_the_holder_the_rest_for_debugging_and_no_argument(redis: Redis, caplog: Log) -> None:
-    def work(a: str, then: Callable[[], object]) -> None:
-        then()
-
-    caplog.set_level(logging.DEBUG)
-    function: Any = decorated(work, "{a:md5}")
-    function("hunter2", lambda: function("hunter2", list))
-    decorated(work, "{a:md5}", redis=CLOSED, when_down=skip)("hunter2", list)
-    key, name = key_of(function, "hunter2", list), f"{__name__}.{work.__qualname__}"
-    for event in ("Acquired", "Busy", "Released", "Down"):
-        record = logged(caplog, event)
-        assert record.levelno == (logging.INFO if event == "Busy" else logging.DEBUG)
-        assert key in record.getMessage()
-        assert (vars(record)["only_one_key"], vars(record)["only_one_name"]) == (key, name)
-    assert logged(caplog, "Acquired").getMessage() == f"{name} holds {key}"
-    assert f"is taken by {name}, pid {os.getpid()} on " in logged(caplog, "Busy").getMessage()
-    assert "hunter2" not in caplog.text
