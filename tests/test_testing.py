@@ -228,14 +228,6 @@ def test_a_supervisor_that_is_told_to_end_goes_on() -> None:
     assert not is_running(command.pid)
 
 
-def test_the_command_reads_nothing_and_has_the_environment_and_directory_that_were_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "socket.py").write_text("raise SystemExit('this is not the module that is wanted')")
-    environment = {"COLOUR": "red", "PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}
-    script = "pwd -P; echo $COLOUR; cat"
-    with Guarded(["sh", "-c", script], env=environment, cwd=tmp_path, stdout=subprocess.PIPE) as command:
-        assert lines_of(command).read().decode() == f"{tmp_path.resolve()}\nred\n"
-
-
 @pytest.mark.parametrize(
     ("program", "cwd", "error", "words"),
     [
