@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 
+from rigs.waiting import eventually
 from tests.programs import program
 
 DEMO = "examples.feeds"
@@ -32,9 +33,11 @@ def test_nothing_overlaps_and_without_the_lock_the_witness_sees_that_it_does(tmp
     assert "failed: two runs overlapped" in its.text
 
 
-def test_nothing_outlives_a_demo_that_is_broken_off(tmp_path: Path) -> None:
-    """Nor one that is killed, as the newsletter is in `test_example_newsletter.py`."""
+def test_a_demo_that_is_broken_off_ends_what_it_has_started(tmp_path: Path) -> None:
+    """That its commands end even if it is killed is in `test_testing.py`."""
     with program(DEMO, tmp_path) as demo:
-        assert demo.is_gone_after(signal.SIGINT) == 128 + signal.SIGINT
+        assert eventually(lambda: [*tmp_path.glob("*/worker.log")])
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.wait() == 128 + signal.SIGINT
         assert "interrupted: everything that was started has been ended." in demo.text
     assert not [*tmp_path.iterdir()]

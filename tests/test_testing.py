@@ -21,9 +21,16 @@ from only_one.errors import ConfigurationError
 from only_one.testing import PORTS, Guarded, RedisServer, redis_server
 from rigs import servers
 from rigs.waiting import LIMIT, eventually
-from tests.programs import processes
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """The living processes: the parent and the command line of each."""
+    command = ["ps", "-axww", "-o", "pid=,ppid=,stat=,command="]
+    listing = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    rows = [line.split(maxsplit=3) for line in listing.stdout.splitlines()]
+    return {int(pid): (int(ppid), command) for pid, ppid, stat, command in rows if stat[0] != "Z"}
 
 
 def group_of(pid: int) -> dict[int, str]:
