@@ -359,8 +359,6 @@ def times() -> tuple[float, float | None]:
     ("of_app", "configured", "decorator", "expected"),
     [
         ({}, {}, {}, (30, None)),
-        ({"timeout": 600}, {}, {}, (600, 600)),
-        ({"lease": 90}, {}, {}, (90, None)),
         ({"timeout": 600, "lease": 90}, {}, {}, (90, 600)),
         ({"timeout": 600, "lease": 90}, {"timeout": 480}, {}, (480, 480)),
         ({"timeout": 600, "lease": 90}, {"timeout": timedelta(minutes=8), "lease": 60}, {}, (60, 480)),
@@ -370,7 +368,6 @@ def times() -> tuple[float, float | None]:
         ({"timeout": 300}, {}, {"at_least": 600}, (300, 300)),
         ({}, {}, {"timeout": 0.5}, (30, 0.5)),
         ({"timeout": 60}, {"timeout": 90}, {"lease": timedelta(minutes=2)}, (120, None)),
-        ({}, {"timeout": 600, "lease": 90}, {"timeout": 240, "lease": 120}, (120, 240)),
         ({}, {"timeout": 600, "lease": 90}, {"lease": None}, (30, None)),
     ],
     ids=repr,
