@@ -1,4 +1,4 @@
-"""What the benchmarks write down: docs/comparison.md, the tables of mutants, and the faults that the soak counts."""
+"""What the benchmarks write down: the tables of mutants, and the faults that the soak counts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,8 @@ from typing import Any
 import pytest
 
 import only_one
-from benchmarks import mutants, peers, simulated_mutants
-from benchmarks.peers_app import PEERS
+from benchmarks import mutants, simulated_mutants
 from benchmarks.soak_hour import History
-from tests.documented import tables
-
-
-def test_the_comparison_has_rows_of_checks_and_a_column_for_each_library() -> None:
-    measured = tables(peers.PAGE.read_text().partition(peers.BEGIN)[2].partition(peers.END)[0])
-    assert [name for head, *_ in measured for name in head[1:]] == [peer.name for peer in PEERS]
-    assert len(measured) == 2
-    for head, *rows in measured:
-        shown = [row[0] for row in rows]
-        assert shown == [check for check in peers.CHECKS if check in shown]
-        assert all(len(row) == len(head) and all(row) and len({*row[1:]}) > 1 for row in rows)
-    found = {row[0] for _, *rows in measured for row in rows}
-    assert peers.CHECKS.keys() - found == {"free after an exception"}, "which all do alike"
 
 
 def test_the_table_names_modules_and_tests_that_exist() -> None:
