@@ -129,12 +129,6 @@ def test_a_run_names_its_job(
     assert decorate(body, **options)(*args) == work
 
 
-@both
-def test_a_run_names_a_job_that_is_given_by_keyword(redis: Redis, decorate: Decorate) -> None:
-    run = decorate(lambda job: ran(), work_id=lambda job: job)  # noqa: ARG005
-    assert run(job=7) == ("7", None, None)
-
-
 def test_inside_of_a_celery_task_no_other_queue_is_asked(redis: Redis, install: Any) -> None:
     install(in_rq(2))
 
