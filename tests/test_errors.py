@@ -45,20 +45,17 @@ def assert_same(error: Any, copied: Any) -> None:
         assert getattr(copied, attribute, None) == getattr(error, attribute, None)
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_an_error_survives_every_trip(error: OnlyOneError) -> None:
+@pytest.mark.parametrize(("error", "also"), ERRORS.items())
+def test_an_error_survives_every_trip_and_is_no_other_than_documented(
+    error: OnlyOneError, also: type[Exception] | None
+) -> None:
+    assert type(error).__name__ in package.__all__
+    assert [other for other in (ValueError, TypeError, RedisError) if isinstance(error, other)] == [also] * bool(also)
     for protocol in (0, pickle.HIGHEST_PROTOCOL):
         assert_same(error, pickle.loads(pickle.dumps(error, protocol)))  # noqa: S301
     backend = Celery("shop", backend="cache+memory://", set_as_current=False).backend
     stored = json.dumps(backend.prepare_exception(error, "json"))  # type: ignore[no-untyped-call]
     assert_same(error, backend.exception_to_python(json.loads(stored)))  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize(("error", "also"), ERRORS.items())
-def test_every_error_has_one_root(error: OnlyOneError, also: type[Exception] | None) -> None:
-    assert type(error).__name__ in package.__all__
-    for other in (ValueError, TypeError, RedisError):
-        assert isinstance(error, other) == (other is also)
 
 
 @pytest.mark.parametrize(
