@@ -133,11 +133,8 @@ def test_each_row_of_the_cheat_sheet_can_be_written() -> None:
         pass
 
 
-def test_each_command_of_make_is_listed_and_each_that_is_named_exists() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    (phony,) = re.findall(r"^\.PHONY:((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
-    listed = set(re.findall(r"^([\w-]+):.* ## \S", makefile, re.MULTILINE))
-    assert listed == set(phony.replace("\\\n", " ").split())
+def test_each_command_of_make_that_is_named_exists() -> None:
+    listed = set(re.findall(r"^([\w-]+):.* ## \S", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "\n".join(page.read_text() for page in PAGES)
     assert set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, re.MULTILINE)) <= listed
 
