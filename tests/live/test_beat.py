@@ -1,4 +1,4 @@
-"""Two beats whose clocks differ are as one; what one beat sends is in `tests/recipes/test_recipe_beat.py`."""
+"""Two beats whose clocks differ are as one; what one beat sends is in `tests/recipes/test_recipes_of_celery.py`."""
 
 from __future__ import annotations
 
