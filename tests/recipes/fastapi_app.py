@@ -1,17 +1,12 @@
-"""The application of docs/recipes/fastapi.md, whose job waits for the test; and another way to start it.
-
-Its annotations are no strings: older releases of FastAPI cannot read those of a decorated endpoint.
-"""
+"""The application of docs/recipes/fastapi.md, whose job waits for the test."""
 
 import os
 from importlib import import_module
 from typing import Any
 
-from fastapi import BackgroundTasks, FastAPI
+from fastapi import FastAPI
 from redis.asyncio import Redis
 
-from only_one import only_one
-from only_one.inspection import held
 from rigs.waiting import LIMIT
 
 URL = os.environ["ONLY_ONE_REDIS_URL"]
@@ -28,10 +23,3 @@ async def write_report(shop: str) -> None:
 
 
 main.write_report = write_report
-
-
-@app.post("/later/{shop}", status_code=202)
-async def start_later(shop: str, background: BackgroundTasks) -> list[str]:
-    """With a background task alone: which keys are held when the response is made."""
-    background.add_task(only_one("later:{shop}")(write_report), shop)
-    return [each.key for each in held("later:*")]

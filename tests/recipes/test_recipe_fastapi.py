@@ -62,16 +62,6 @@ def test_a_double_click_starts_one_job(place: Place) -> None:
         let_end(place, "tea")
 
 
-def test_a_background_task_alone_gives_both_clicks_202_and_skips_the_second_job(place: Place) -> None:
-    with place.serving(APP) as (url, _):
-        # With a background task alone, the job acquires the key after the response, and the second one is skipped.
-        assert post(f"{url}/later/tea") == (202, [])
-        assert eventually(lambda: jobs(place) == ["tea begins"])
-        assert post(f"{url}/later/tea") == (202, ["only_one:later:tea"])
-        place.wait_for("uvicorn", "did not run: only_one:later:tea is taken by")
-        let_end(place, "tea")
-
-
 def test_a_shutdown_waits_for_the_job_and_a_job_that_is_cut_off_blocks_no_next_one(place: Place) -> None:
     """Told to end soon, uvicorn ends by the signal itself, and need not have left time for the key to be released."""
     with place.serving(APP) as (url, process):
