@@ -50,7 +50,8 @@ def test_an_error_survives_every_trip_and_is_no_other_than_documented(
     error: OnlyOneError, also: type[Exception] | None
 ) -> None:
     assert type(error).__name__ in package.__all__
-    assert [other for other in (ValueError, TypeError, RedisError) if isinstance(error, other)] == [also] * bool(also)
+    for other in (ValueError, TypeError, RedisError):
+        assert isinstance(error, other) == (other is also)
     for protocol in (0, pickle.HIGHEST_PROTOCOL):
         assert_same(error, pickle.loads(pickle.dumps(error, protocol)))  # noqa: S301
     backend = Celery("shop", backend="cache+memory://", set_as_current=False).backend
@@ -69,7 +70,6 @@ def test_an_error_survives_every_trip_and_is_no_other_than_documented(
         # A key that was never lost is not called lost.
         (LockLost, {"reason": "released"}, ("k", "released", ""), "k is released: the run has ended"),
         (LockLost, {"reason": "unavailable"}, ("k", "unavailable", ""), "k was never acquired: the server was down"),
-        (LockUnavailable, {}, ("k", ""), "k could not be acquired: "),
         (LockUnavailable, {"problem": "why"}, ("k", "why"), "k could not be acquired: why"),
     ],
 )

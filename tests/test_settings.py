@@ -312,7 +312,6 @@ def own_policy(error: OnlyOneError) -> str:
 @pytest.mark.parametrize(
     ("option", "of_app", "configured", "decorator", "expected"),
     [
-        ("prefix", None, None, None, KEY),
         ("prefix", "app:", None, None, "app:k"),
         ("prefix", "app:", "configured:", None, "configured:k"),
         ("when_busy", None, None, None, None),
@@ -323,7 +322,6 @@ def own_policy(error: OnlyOneError) -> str:
         ("takeover", None, None, None, KEY),
         ("takeover", False, None, None, None),
         ("takeover", None, None, False, None),
-        ("active", None, None, None, None),
         ("active", False, None, None, KEY),
         ("active", False, True, None, None),
     ],

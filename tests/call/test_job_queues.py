@@ -113,7 +113,6 @@ OTHERS = {"process": "another"}
         (in_dramatiq(MESSAGE), (), {}, (ID, 1, "dramatiq")),
         (in_dramatiq(SimpleNamespace(message_id=ID, options={})), (), {}, (ID, 0, "dramatiq")),
         (in_dramatiq(None), (), {}, NONE),
-        ({"dramatiq": SimpleNamespace()}, (), {}, NONE),
         (ARQ, (CONTEXT,), {}, (ID, 1, "arq")),
         (ARQ, ({"job_id": ID},), {}, NONE),
         (ARQ, (7,), {}, NONE),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis import Redis
 
-from only_one import carry_on, configure, current_lock, fail, only_one, retry, skip, subscribe
+from only_one import carry_on, configure, current_lock, fail, only_one, retry, subscribe
 from only_one.errors import AlreadyRunning, LockLost, LockUnavailable
 from only_one.events import Acquired, Busy, Down, Event, Lost, Reclaimed, Released
 from only_one.holder import Holder
@@ -51,7 +51,6 @@ def forms() -> None:
     assert_type(bare(1, "x", b"", c=2.0), float | None)
     assert_type(bare_generic(1), list[int] | None)
     assert_type(only_one(plain, key="k", timeout=300)(1, b="y"), float | None)
-    assert_type(only_one(plain, 300, key=lambda a, b: f"{a}")(1), float | None)
     assert_type(only_one("k")(plain)(1, "y"), float | None)
     assert_type(only_one("k")(lambda: "x")(), str | None)
     assert_type(only_one(key="k", timeout=300.5, work_id=lambda a, b: a)(plain)(a=1), float | None)
@@ -60,7 +59,6 @@ def forms() -> None:
 async def async_forms() -> None:
     """The same for what is awaited."""
     assert_type(await only_one(key=lambda a, b: f"k{a}")(plain_async)(a=1), float | None)
-    assert_type(await only_one(plain_async, key="k", timeout=300)(1, b="y"), float | None)
     await assert_type(only_one(plain_async)(1), Coroutine[Any, Any, float | None])
 
 
@@ -86,7 +84,6 @@ def policies() -> None:
     assert_type(only_one("k", when_busy=fail)(plain)(1), float)
     assert_type(only_one("k", when_busy=who)(plain)(1), float | str)
     assert_type(only_one("k", when_busy=lambda error: error.task_id)(plain)(1), float | str | None)
-    assert_type(only_one("k", when_down=skip)(plain)(1), float | None)
     assert_type(only_one("k", when_busy=fail, when_down=carry_on)(plain)(1), float)
     again = retry(5, max_retries=3)
     assert_type(only_one("k", when_busy=again, when_down=retry(timedelta(seconds=9)))(plain)(1), float)
