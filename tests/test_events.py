@@ -22,8 +22,8 @@ from redis import Redis
 
 from only_one import carry_on, fail, skip, subscribe
 from only_one import events as only_one_events
-from only_one.errors import AlreadyRunning, LockLost, LockUnavailable
-from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released
+from only_one.errors import AlreadyRunning, LockUnavailable
+from only_one.events import Acquired, Busy, Lost, Released
 from only_one.keys.digest import digest
 from only_one.lock.token import TokenFactory
 from rigs.servers import RedisServer
@@ -132,23 +132,6 @@ def test_a_server_that_goes_away_during_a_run(server: RedisServer) -> None:
         assert decorated(work, timeout=60)() == "result"
     assert kinds(seen) == ["Acquired", "Released"]
     assert seen[1].outcome == "unknown"
-
-
-def test_an_event_that_nobody_would_see_is_not_even_made(
-    redis: Redis, prefix: str, caplog: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def work() -> str:
-        redis.set(f"{prefix}k", "another's")
-        assert decorated(lambda: "ran", when_busy=lambda _: "busy")() == "busy"
-        return "ran"
-
-    for kind in (Acquired, Busy, Down, Lost, Reclaimed, Released):
-        monkeypatch.setattr(kind, "__init__", pytest.fail)
-    caplog.set_level(logging.CRITICAL, "only_one")
-    assert decorated(lambda: "ran", when_lost=fail)() == "ran"
-    with pytest.raises(LockLost):
-        decorated(work, when_lost=fail)()
-    assert decorated(work, redis=CLOSED, when_down=lambda _: "down")() == "down"
 
 
 # --- events and hooks --------------------------------------------------------------------------------------------
