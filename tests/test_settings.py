@@ -366,6 +366,7 @@ def times() -> tuple[float, float | None]:
         ({"timeout": 300}, {}, {"at_least": 600}, (300, 300)),
         ({}, {}, {"timeout": 0.5}, (30, 0.5)),
         ({"timeout": 60}, {"timeout": 90}, {"lease": timedelta(minutes=2)}, (120, None)),
+        ({}, {"timeout": 600, "lease": 90}, {"timeout": 120, "lease": 120}, (120, 120)),
         ({}, {"timeout": 600, "lease": 90}, {"lease": None}, (30, None)),
     ],
     ids=repr,
