@@ -261,17 +261,11 @@ def test_wrong_use_and_nothing_to_do_are_said(arguments: list[str], status: int,
     assert words in shown.err if status else shown.err == words
 
 
-APP = """
-from celery import Celery
-app = Celery("cli_app", broker="{url}")
-app.conf.only_one_prefix = "{prefix}"
-"""
-
-
 def test_the_celery_command_has_the_settings_of_its_app(
     redis: Redis, redis_url: str, prefix: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "cli_app.py").write_text(APP.format(url=redis_url, prefix=prefix))
+    app = f"from celery import Celery; app = Celery('cli_app', broker='{redis_url}')"
+    (tmp_path / "cli_app.py").write_text(f"{app}; app.conf.only_one_prefix = '{prefix}'")
     for key in ("a", "-x"):
         store(redis, f"{prefix}{key}")
 

@@ -160,11 +160,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_where_there_is_no_message_to_requeue_the_error_is_raised(
-    app: Celery, busy: Busy, prefix: str, how: str
+    app: Celery, busy: Busy, prefix: str, call: Callable[[Any], Any]
 ) -> None:
-    call = CALLS[how]
     for policy in (retry(), retry(countdown=0.1, max_retries=3), buffer_one()):
         task = a_task(app, when_busy=policy)
         with busy("k"), pytest.raises(AlreadyRunning) as raised:
