@@ -54,7 +54,6 @@ def options() -> None:
     only_one("k", work_id="7")  # type: ignore[call-overload]
     only_one("k", 300, 30)  # type: ignore[call-overload]
     only_one(key=3)  # type: ignore[call-overload]
-    only_one(3)  # type: ignore[call-overload]
     only_one("k", key="k")  # type: ignore[call-overload]
     only_one("k", nope=1)  # type: ignore[call-overload]
     only_one("k", when_busy="skip")  # type: ignore[call-overload]
@@ -80,7 +79,6 @@ def the_rest() -> None:
     """What settings, hooks and locks take."""
     configure("redis://localhost")  # type: ignore[call-arg]
     configure(timeout="300")  # type: ignore[arg-type]
-    configure(when_busy="skip")  # type: ignore[arg-type]
     configure(nope=1)  # type: ignore[call-arg]
     subscribe(3)  # type: ignore[arg-type]
     subscribe(lambda: None)  # type: ignore[arg-type, misc]
