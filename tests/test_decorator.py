@@ -30,7 +30,6 @@ from celery import Celery, Task
 from redis import Redis
 
 from only_one import LockLost, configure, current_lock, only_one, subscribe
-from only_one.errors import KeyTemplateError
 from only_one.inspection import key_of
 from only_one.keys.digest import digest
 from rigs.waiting import LIMIT, eventually
@@ -285,14 +284,6 @@ SOURCE = """
 def decorated(order: Later, count: int = 1) -> Later: ...
 def key_of_order(order: Later, count: int) -> str: return f"order-{order}"
 def hook(event: Later) -> None: ...
-
-class With:
-    def method(self, order: Later) -> None: ...
-    decorated = only_one("order:{md5}")(method)
-    id: int
-
-class Without:
-    def method(self, order: Later) -> None: ...
 """
 
 
@@ -311,10 +302,3 @@ def test_a_function_a_key_and_a_hook_may_have_annotations_that_are_defined_later
     parameters = inspect.signature(decorated).parameters
     assert list(parameters) == ["order", "count"]
     assert parameters["count"].annotation is int
-
-
-@lazy_annotations
-def test_a_class_with_annotations_may_become_a_dataclass_and_others_are_refused() -> None:
-    assert run_as_module(SOURCE)["With"].decorated.__only_one__
-    with pytest.raises(KeyTemplateError, match="no stable digest"):
-        run_as_module(f"{SOURCE}\n    only_one('order:{{md5}}')(method)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 from uuid import uuid4
@@ -15,6 +16,7 @@ from redis import Redis
 from redis.exceptions import NoPermissionError
 
 from only_one import ConfigurationError, UnkeyableArgument, configure, current_lock, inspection, only_one, settings
+from only_one.connections.nodes import Node
 from only_one.inspection import held, held_key, holder_of, key_of, release, release_key
 from only_one.lock.token import TokenFactory
 from only_one.testing import redis_server
@@ -87,19 +89,23 @@ def test_a_foreign_value_is_shown_as_it_is_and_released(
         assert not list(held(redis=client))
 
 
+def server_of(client: Any) -> Any:
+    return SimpleNamespace(client=client)
+
+
 def test_a_key_that_is_shown_again_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As SCAN may show it."""
     monkeypatch.setattr(inspection, "_AT_ONCE", 1)
     client = Mock()
     client.scan_iter.return_value = iter([b"a", b"b", b"a"])
     client.pipeline().execute.side_effect = [[b"x", -1], [b"x", -1], []]
-    assert [each.key for each in inspection._scan(client, "*")] == ["a", "b"]
+    assert [each.key for each in inspection._scan(server_of(client), "*")] == ["a", "b"]
 
 
 def test_a_key_that_expires_after_it_was_read_has_no_time_left() -> None:
     client = Mock()
     client.pipeline().execute.return_value = [b"x", -2]  # of GET and PTTL
-    (found,) = inspection._read(client, [b"k"])
+    (found,) = inspection._read(server_of(client), Node(client), [b"k"])
     assert (found.value, found.expires_in) == (b"x", 0.0)
 
 
