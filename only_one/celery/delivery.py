@@ -110,7 +110,7 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_with_bases(args[0])
     plain = decoration.plain_bound if bound else decoration.plain
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
-    if not is_its_run:
+    if task is None or not is_its_run:
         return plain
     request = task.request if _state.get_current_task() else task_in_context.get()[1]
     state = vars(request).get(_STATE) or DeliveryState()

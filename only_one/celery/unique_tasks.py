@@ -1,17 +1,11 @@
-"""Tasks that are unique from queued to finished: their ``apply_async`` and their ``run`` are decorated.
-
-A task may be made later, by a proxy of Celery's, and is copied into other apps.
-And tasks of an async function, decorated above or below: those that nobody would await are refused.
-"""
+"""Tasks that are unique from queued to finished: their ``apply_async`` and their ``run`` are decorated."""
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable
 from logging import ERROR
 from typing import Any
 
-from celery import Celery, Task, _state, signals
+from celery import Task
 
 from only_one.call.effective_options import refuse
 from only_one.errors import ConfigurationError, OnlyOneError
@@ -20,8 +14,10 @@ from only_one.keys.template import compile_key
 from only_one.policies import Retry
 from only_one.settings import Options
 
+from .async_tasks import refuse_async_run
 from .enqueue import Publication
-from .task_functions import TaskCaller, async_function_of, decorations_of, functions_of, task_behind
+from .lazy_tasks import function_behind, install_in_apps
+from .task_functions import TaskCaller, functions_of, task_behind
 
 
 def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: Any, wrap: Any) -> Any:
@@ -59,42 +55,14 @@ def decorate_task(task_or_proxy: Any, key: Any, options: Options, signature_of: 
         _install(decorate, repr(names), task)
         function, name = [*functions_of(task)][-1], task.name
     else:
-        function, name = _function_behind(task_or_proxy)
+        function, name = function_behind(task_or_proxy)
         if function is not None and isinstance(key, str):
             compile_key(key, signature_of(function))  # which may have the task itself: that is refused later
     if hasattr(kind, "__then__"):
         task_or_proxy.__then__(lambda: install(task_behind(task_or_proxy)))
     if function is not None:
-        _install_in_apps(function, name, install)
+        install_in_apps(function, name, install)
     return task_or_proxy
-
-
-def _function_behind(proxy: Any) -> tuple[Any, str | None]:
-    """The function of which Celery will make a task, and the task's name if it was given one; else None."""
-    try:
-        if given := object.__getattribute__(proxy, "_Proxy__args"):
-            return given[0], object.__getattribute__(proxy, "_Proxy__kwargs").get("name")
-        known = inspect.getclosurevars(object.__getattribute__(proxy, "_Proxy__local")).nonlocals
-        return known["fun"], known["name"]
-    except (AttributeError, KeyError, TypeError):
-        return None, None
-
-
-def _install_in_apps(function: Any, name: str | None, install: Callable[[Task], None]) -> None:
-    """Call ``install`` with the task of each app, as soon as the app has made it, perhaps more than once.
-
-    Celery makes a task in every app, unless it has ``shared=False``.
-    """
-
-    def install_in(sender: Celery, **_: Any) -> None:
-        task = sender.tasks.get(name or sender.gen_task_name(function.__name__, function.__module__))
-        if task is not None and function in functions_of(task):
-            install(task)
-
-    _state.connect_on_app_finalize(lambda app: app.on_after_finalize.connect(install_in, weak=False))
-    for app in _state._get_active_apps():  # noqa: SLF001 - as `shared_task` does
-        if app.finalized:
-            install_in(app)
 
 
 _POSITIONS = ("args", "kwargs", "task_id", "producer", "link", "link_error", "shadow")
@@ -117,7 +85,7 @@ def _install(decorate: Callable[..., Any], configured: str, task: Task) -> None:
         registers = f"only_one(app.register_task({type(task).__name__}()))"
         msg = f"{task!r} has no name before it is registered: write {registers}"
         raise ConfigurationError(msg)
-    _refuse_async_run(task)
+    refuse_async_run(task)
     wrapper, set_on_the_task = decorate(task.run, task=task), vars(task).get("apply_async")
     # A direct call of the task has the settings of its app.
     wrapper.__only_one__.plain = wrapper.__only_one__.plain_bound = TaskCaller(task)
@@ -146,37 +114,3 @@ def _install_late(decorate: Callable[..., Any], configured: str, task: Task) -> 
         vars(task)["only_one_configured"] = configured
         log(ERROR, "%s cannot be decorated: %s", task.name, error)
         task.run = task.apply_async = functools.partial(refuse, error)
-
-
-def _refuse_async_run(task: Any) -> None:
-    """Refuse a task whose ``run`` is an async function, unless the task's own ``__call__`` or the pool may await it.
-
-    Raises:
-        ConfigurationError: if nobody would await the function; the message says what to write instead.
-    """
-    function = async_function_of(task)
-    is_awaited = type(task).__call__ != Task.__call__ or "celery_aio_pool" in sys.modules
-    if function is not None and not is_awaited:
-        msg = (
-            f"{function.__module__}.{function.__qualname__} is the async function of a task, which Celery does not "
-            "await, so it would never run: write @only_one and @app.task above a def that calls asyncio.run(...)"
-        )
-        raise ConfigurationError(msg)
-
-
-def _refuse_async_tasks(sender: Any, **_: Any) -> None:
-    """Let each call of such a task raise the error. ``sender`` is an app, or the worker of one.
-
-    A decorator does not see whether ``@app.task`` stands above it, so the tasks that an app has made are looked at.
-    """
-    for task in getattr(sender, "app", sender).tasks.values():
-        try:
-            if decorations_of(task):
-                _refuse_async_run(task)
-        except ConfigurationError as error:
-            log(ERROR, "%s", error)
-            task.run = task.apply_async = functools.partial(refuse, error)
-
-
-_state.connect_on_app_finalize(lambda app: app.on_after_finalize.connect(_refuse_async_tasks, weak=False))
-signals.worker_init.connect(_refuse_async_tasks)  # for tasks that were made when the app was finalized already

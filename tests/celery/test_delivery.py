@@ -276,7 +276,7 @@ def called_until_it_is_not_ignored(task: Any) -> Any:
     return Task.__call__(task)
 
 
-WAITS, IS_DROPPED, BUSY_AFTERWARDS = (0, 1, None), (0, 0, b"1"), (1, 1, b"1")
+WAITS, IS_DROPPED, BUSY_AFTERWARDS = (0, 1, None), (0, 0, b"1"), (1, 1, b"0")
 SECOND_CALLS: list[tuple[str, Any, Any, tuple[int, int, bytes | None]]] = [
     *[("is requeued", None, again, WAITS) for again in (None, Task.__call__, Task.retry)],
     *[("is requeued", "its key is free", again, WAITS) for again in (None, Task.__call__, Task.retry)],
