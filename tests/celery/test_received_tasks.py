@@ -161,7 +161,7 @@ def test_a_key_is_not_renewed_once_its_task_has_ended(worker: Worker, keys: Keys
     task_id, lease = worker.requests.pop().id, None
     left = [each.id for each in gc.get_objects() if type(each) is Context]
     assert task_id not in left, "its arguments are not kept"
-    assert not [each for each in gc.get_objects() if isinstance(each, received_tasks._WaitingLease)]
+    assert not [each for each in gc.get_objects() if type(each) is received_tasks._WaitingLease]
     assert keys.state() == RECEIVED, "it was not queued again"
 
 
