@@ -70,6 +70,15 @@ def test_every_form_decorates(redis: Redis, prefix: str, form: Function, key: st
     assert function(1) is None
 
 
+@pytest.mark.usefixtures("prefix")
+def test_a_parameter_called_name_is_part_of_the_digest() -> None:
+    @only_one
+    def work(name: str) -> str:
+        return own_key()
+
+    assert work("a") == work(name="a") != work("b")
+
+
 def test_methods(prefix: str) -> None:
     @dataclass
     class Feed:

@@ -55,6 +55,11 @@ def test_a_template_can_be_sent_whatever_it_is_written_with() -> None:
     assert make(NAME, (1,), {}).encode() == b"report-%ED%B3%A9%7B%7D:1:%ED%A0%80"
 
 
+def test_the_name_may_begin_a_key_of_several_fields() -> None:
+    make = compile_key("{name}:{a}:{b}", inspect.signature(lambda a, b: (a, b)))
+    assert make("work", (1, 2), {}) == "work:1:2"
+
+
 def test_a_callable_gets_all_arguments_by_their_names() -> None:
     def key(a: int, b: int = 0, *rest: int, c: int, **others: int) -> str:
         return f"{a} {b} {rest} {c} {others}"
