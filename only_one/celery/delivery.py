@@ -73,22 +73,32 @@ def state_of(request: Any) -> DeliveryState:
     return state
 
 
-task_in_context: ContextVar[tuple[Any, Any]] = ContextVar("only_one_task", default=(None, None))
-"""The task that is under way, and its request. Celery's own stack of tasks is not copied to other threads."""
+_task_in_context: ContextVar[tuple[Any, Any, Any]] = ContextVar("only_one_task", default=(None, None, None))
+"""The task that is under way, its request, and the same of the task that has applied it.
+
+Celery's own stack of tasks is not copied to other threads.
+"""
 
 
 def _on_begin(task: Any, **_: Any) -> None:
     """Let an async function find its task, if a base's ``__call__`` awaits it in a thread with a copied context."""
     if async_function_of(unwrapped(task)) is not None:
-        task_in_context.set((task, task.request))
+        _task_in_context.set((task, task.request, _task_in_context.get()))
+
+
+def _on_end(task: Any, **_: Any) -> None:
+    _, request, before = _task_in_context.get()
+    if request is task.request:  # else the task is not async, and may be applied by one that is
+        _task_in_context.set(before)
 
 
 signals.task_prerun.connect(_on_begin)
+signals.task_postrun.connect(_on_end)
 
 
 def current_task() -> Any:
     """The Celery task that is under way here; None if there is none."""
-    return unwrapped(_state.get_current_task() or task_in_context.get()[0])
+    return unwrapped(_state.get_current_task() or _task_in_context.get()[0])
 
 
 def unwrapped(task: Any) -> Any:
@@ -112,7 +122,7 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
     if task is None or not is_its_run:
         return plain
-    request = task.request if _state.get_current_task() else task_in_context.get()[1]
+    request = task.request if _state.get_current_task() else _task_in_context.get()[1]
     state = vars(request).get(_STATE) or DeliveryState()
     if state.is_over:
         raise Ignore

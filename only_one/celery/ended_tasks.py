@@ -32,7 +32,7 @@ from only_one.lock.token import machine, words_of
 from . import coalescing, redelivery
 from .app_settings import app_options
 from .broker import waits_for
-from .delivery import Delivery, state_of, task_in_context, unwrapped
+from .delivery import Delivery, state_of, unwrapped
 from .received_tasks import begun_request
 from .requeue import header_of, work_of
 from .task_functions import decorations_of, key_of_arguments, task_of_items
@@ -248,7 +248,6 @@ def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     if delivery_state.withdraws and not request.is_eager:
         withdraw(unwrapped(sender), request)
     delivery_state.markers, delivery_state.withdraws = [], False
-    task_in_context.set((None, None))
 
 
 def _is_stored(task: Any, state: Any, error: BaseException | None) -> bool:

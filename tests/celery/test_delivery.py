@@ -226,6 +226,7 @@ class AwaitsInAThread(Task):  # type: ignore[misc]  # Celery has no types
     abstract = True
 
     def __call__(self) -> Any:
+        self.map([]).apply()  # the other task begins and ends within this one
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(contextvars.copy_context().run, asyncio.run, self.run()).result()
 
