@@ -174,7 +174,8 @@ class Delivery(TaskCaller):
         work: the work of the message.
         header: our header in the message.
         state: what has become of this delivery so far.
-        may_be_redelivered: whether the broker may have delivered the message before; not every broker says so.
+        may_be_redelivered: whether the broker may have delivered the message before, so that a run may have begun. Not
+            every broker says so; but a message that is acknowledged before its run is not delivered after it.
     """
 
     def __init__(self, task: Any, request: Any, *, bound: bool = False, decoration: Decoration) -> None:
@@ -192,7 +193,7 @@ class Delivery(TaskCaller):
         deaths = (request.headers or {}).get("x-death") or ()
         was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in deaths)
         is_redelivered = was_rejected or bool((request.delivery_info or {}).get("redelivered"))
-        self.may_be_redelivered = is_redelivered or not marks_redeliveries(self.app)
+        self.may_be_redelivered = is_redelivered or (task.acks_late and not marks_redeliveries(self.app))
         # A requeued message is a new one for the broker, so the header says whether a run may have begun before. The
         # first requeue gives a lineage to new work only; without a lineage a run may have begun. An earlier version
         # says this only by the missing lineage.

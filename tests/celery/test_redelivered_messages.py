@@ -200,10 +200,13 @@ def test_the_first_task_of_what_replaces_a_task_waits_for_its_run(queue: Queue, 
     assert [queue.deliver() for _ in times] == ["done"] * len(times)
 
 
-@pytest.mark.parametrize("acks_late", [True, False])
+@pytest.mark.parametrize(("broker", "acks_late"), [("redis", True), ("redis", False), ("unmarked", False)])
 @pytest.mark.parametrize("policy", [retry(), buffer_one()], ids=["retry", "buffer_one"])
-def test_new_work_with_the_id_of_earlier_work_runs(queue: Queue, keys: Keys, policy: Any, *, acks_late: bool) -> None:
+def test_new_work_with_the_id_of_earlier_work_runs(
+    new_app: Any, redis_url: str, keys: Keys, policy: Any, broker: str, *, acks_late: bool
+) -> None:
     """It comes while the earlier runs, and after it; and a redelivery of its message still does nothing."""
+    queue = Queue(new_app(broker_url=redis_url.replace("redis", broker, 1)), keys.redis)
 
     def work(number: int) -> None:
         runs.append(number)
