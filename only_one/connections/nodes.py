@@ -25,6 +25,9 @@ MOST_IN_A_TRIP = 500
 LONG_TURN = 0.1
 """Seconds after which the renewing thread breaks off what it does, to renew the keys that have become due."""
 
+_OF_REPLACED = redis.ReadOnlyError, exceptions.ClusterDownError
+"""The refusals of a node that has become a replica, or has left its cluster."""
+
 _by_reach = attrgetter("backs_off_until")
 """The order in which nodes are asked: last the unreachable ones, so that the wait for them costs no other its lease."""
 
@@ -194,8 +197,8 @@ class _ClusterNode(Node):
         """
         replies = self.send_here(commands, pause)
         errors = [reply for reply in replies if isinstance(reply, Exception)]
-        # A node that cannot be reached, or has become a replica, may have been replaced by another.
-        if any(isinstance(each, redis.ReadOnlyError) or not isinstance(each, redis.ResponseError) for each in errors):
+        # A node that cannot be reached, has become a replica, or has left, may have been replaced by another.
+        if any(isinstance(each, _OF_REPLACED) or not isinstance(each, redis.ResponseError) for each in errors):
             self._cluster.slots.failed = self._address
             self._cluster.look(now())
         for number, reply in enumerate(replies):

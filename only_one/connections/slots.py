@@ -96,7 +96,7 @@ class Slots:
             The reply.
         """
         key: Any = command[3] if command[0] == "EVAL" else command[1]
-        trip = Trip(self.address_of(key), command)
+        trip, began = Trip(self.address_of(key), command), now()
         refusal = redis.ResponseError()
         for number in range(_MOST_REFUSALS):
             try:
@@ -104,8 +104,12 @@ class Slots:
             except exceptions.AskError as error:  # the base class of MovedError
                 refusal, is_asking = error, not isinstance(error, exceptions.MovedError)
                 trip = Trip(self.redirected(error, trip.address), command, is_asking)
-            except (exceptions.TryAgainError, exceptions.ClusterDownError) as error:
+            except exceptions.TryAgainError as error:
                 refusal, trip = error, trip._replace(pause=_REFUSAL_PAUSE * number)
+            except exceptions.ClusterDownError as error:  # the node may have left the cluster, or be cut off from it
+                refusal, self.failed = error, trip.address
+                yield from self.look(began)
+                trip = Trip(self.address_of(key), command, pause=_REFUSAL_PAUSE * number)
             except OF_ALL_CONNECTIONS:
                 self.failed = trip.address
                 raise

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import redis as redis_py
 from redis.crc import key_slot
-from redis.exceptions import AskError, MovedError, RedisError
+from redis.exceptions import AskError, ClusterDownError, MovedError, RedisError
 
 from only_one import LockUnavailable, configure, only_one
 from only_one.connections import asyncio_connections, nodes, slots
@@ -347,6 +347,23 @@ def test_an_event_loop_waits_for_a_node_that_was_restarted(
     assert decorated_async(lambda: "done", key=names[0])() == "done"
 
 
+@both
+def test_a_node_that_has_left_the_cluster_and_still_answers(
+    cluster: Cluster, names: list[str], decorate: Decorate
+) -> None:
+    """It knows of no other node that could have its slots, and refuses all commands."""
+    call = decorate(lambda: "done", key=names[0])
+    slot = cluster.client.keyslot(key_of(call))
+    with cluster.node_without_slots() as leaves:
+        assert eventually(lambda: leaves.call("CLUSTER INFO")["cluster_state"] == "ok")
+        for owner in (leaves, cluster.nodes[0]):
+            assert call() == "done"
+            for node in (owner, *cluster.nodes):
+                node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", owner.id)
+        leaves.client.execute_command("CLUSTER RESET")
+        assert call() == "done"
+
+
 # What the thread that renews knows of the slots
 
 
@@ -409,7 +426,11 @@ def test_where_a_command_goes_whose_slot_has_moved_or_moves(said: Said) -> None:
     assert said.theirs.slots.owners[5] == ("127.0.0.1", one)
 
 
-@pytest.mark.parametrize("error", [redis_py.ConnectionError(), redis_py.ReadOnlyError()], ids=["down", "replica"])
+@pytest.mark.parametrize(
+    "error",
+    [redis_py.ConnectionError(), redis_py.ReadOnlyError(), ClusterDownError("")],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_node_that_may_have_been_replaced(said: Said, error: Exception) -> None:
     """The others that can be reached are asked, until one says which node has which slot."""
     one, other, third = said.ports
