@@ -1,6 +1,7 @@
 """The servers as the renewing thread asks them: one server, a master behind Sentinels, the nodes of a cluster."""
 
 import copy
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -63,13 +64,14 @@ class Node:
         Returns:
             The reply to each command, as bytes, or its error.
         """
+        handled = sys.exc_info()[1]
         try:
             pipeline = self.client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command, **RAW)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
         except Exception as error:  # noqa: BLE001 - the thread has other keys to see to
-            raise_what_signal_handler_raised(error, None)
+            raise_what_signal_handler_raised(error, handled)
             self.fail(pause)
             return [error] * len(commands)
         self._pause = _FIRST_PAUSE

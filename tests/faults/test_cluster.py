@@ -32,6 +32,7 @@ from tests import renewal
 from tests.decorated import CLOSED, Decorate, both, decorated_async
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.faults.test_fork import FORK
+from tests.interruptions import Interruption, while_handling
 from tests.renewal import MOMENT, Clock, fails_to_renew, renew_now
 
 # The nodes do not find each other lost by themselves: on a slow machine, one that is well may be late by any time.
@@ -362,6 +363,20 @@ def test_a_node_that_has_left_the_cluster_and_still_answers(
                 node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", owner.id)
         leaves.client.execute_command("CLUSTER RESET")
         assert call() == "done"
+
+
+@both
+def test_a_node_that_is_down_while_what_a_signal_has_raised_is_handled(
+    cluster: Cluster, names: list[str], decorate: Decorate
+) -> None:
+    server = cluster.nodes[0].server
+    server.kill()
+    try:
+        with pytest.raises(LockUnavailable, match="connecting to"):
+            while_handling(Interruption, decorate(lambda: "done", key=names[0]))
+    finally:
+        server.start()
+        assert eventually(cluster.is_well)
 
 
 # What the thread that renews knows of the slots
