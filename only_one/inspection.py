@@ -15,7 +15,7 @@ from .connections.nodes import ClusterNodes, Node
 from .connections.server import Server, Source, find_server
 from .connections.server_features import is_of_another_type
 from .decorator import configured_by_app, is_task
-from .driver import raw_sender
+from .driver import Command, Commands, drive
 from .errors import ConfigurationError
 from .forks import see_fork
 from .holder import Holder
@@ -128,7 +128,7 @@ def holder_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Hol
             the key.
     """
     server, key = _call(function, args, kwargs)
-    return Holder.parse(raw_sender(server.client)(("GET", key)) or b"")
+    return Holder.parse(_ask(server, ("GET", key)) or b"")
 
 
 def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
@@ -145,7 +145,7 @@ def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
             the key.
     """
     server, key = _call(function, args, kwargs)
-    value = raw_sender(server.client)(("GET", key))
+    value = _ask(server, ("GET", key))
     return value is not None and release_now(server.client, server.features, key, value).status == "held"
 
 
@@ -205,6 +205,15 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return options.server, options.prefix + key
 
 
+def _ask(server: Server, command: Command) -> Any:
+    """The reply to a command, which is sent again, as a call's is, if the server has closed the connection."""
+
+    def alone() -> Commands[Any]:
+        return (yield command)
+
+    return drive(server.client, alone())
+
+
 def _nodes_of(server: Server) -> ClusterNodes | Node:
     """The nodes that store the keys, asked with the time-outs of the user's client."""
     return server.client if isinstance(server.client, ClusterNodes) else Node(server.client)
@@ -225,7 +234,7 @@ def _read(server: Server, node: Node, keys: list[bytes]) -> Iterator[Held]:
     replies = node.send(commands, pause=0.0)
     for number, reply in enumerate(replies):
         if isinstance(reply, AskError):  # the base class of MovedError: the slot is moving
-            replies[number] = raw_sender(server.client)(commands[number])
+            replies[number] = _ask(server, commands[number])
     for key, stored, milliseconds in zip(keys, replies[::2], replies[1::2], strict=True):
         value: Any = b"" if is_of_another_type(stored) else stored
         for reply in (value, milliseconds):

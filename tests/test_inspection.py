@@ -204,6 +204,15 @@ def test_the_key_of_a_method_is_that_of_its_call(prefix: str) -> None:
 
 
 @pytest.mark.usefixtures("redis")
+@pytest.mark.parametrize("look", [holder_of, release])
+def test_a_server_that_has_closed_all_connections_is_asked(look: Callable[..., Any]) -> None:
+    with redis_server() as server, Redis.from_url(server.url) as watching:
+        run = only_one(lambda: None, key="k", redis=server.url)
+        run()
+        watching.client_kill_filter(skipme=True)
+        assert not look(run)
+
+
 def test_a_wrong_call_is_refused() -> None:
     def work(feed: str) -> None: ...
 
