@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import ssl
 import subprocess
@@ -197,10 +198,13 @@ def test_a_cluster_that_speaks_tls_and_lacks_a_slot_behind_other_addresses(prefi
         assert not node.client.exists(f"{prefix}k")
         assert {"SET", "DELIFEQ"} <= set(proxy.commands)
         with connect() as client:
-            if hasattr(client, "startup_nodes"):
+            find_server(client).looked_at_from = math.inf
+            if is_lost := hasattr(client, "startup_nodes"):
                 gone, known = SimpleNamespace(host="127.0.0.1", port=1), client.nodes_manager
                 known.slots_cache, known.nodes_cache = {slot: [gone] for slot in range(16384)}, {"gone": gone}
             assert decorated_async(lambda: "done", redis=client)() == "done"
+            # Python loses a socket that the renewing thread connects while the proxy ends, such as for this release.
+            assert not is_lost or eventually(lambda: proxy.commands.count("DELIFEQ") > 2)
 
 
 def test_the_url_of_one_node_is_told_with_what_to_write(cluster: Cluster, names: list[str]) -> None:
