@@ -508,9 +508,11 @@ class MessageWorld(History):
             lengths = [2.0, 40.0] if is_long else [0.01, 0.5, 2.0, 4.0]
             self.sleep(self.choose(f"length of {name}", lengths))
             self.in_hook(task, "run", name)
-            if self.fault(f"key lost of {name}", 0.3 * self.checker.was_redelivered(trigger)):
+            is_lost = self.fault(f"key lost of {name}", 0.3 * self.checker.was_redelivered(trigger))
+            # Another run may have the key by now. One that has not begun is left alone: nothing would say that it lost.
+            if is_lost and self.store.get(run.lock.key.encode()) in {each.lock.token for each in self.running}:
                 for each in self.running:
-                    if each.lock.key == run.lock.key:  # another run may have the key by now
+                    if each.lock.key == run.lock.key:
                         each.end = "key lost"  # until it has ended
                 self.store.set(run.lock.key.encode(), None)
             if action := trigger.action_for(run):
