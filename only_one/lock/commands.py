@@ -78,10 +78,12 @@ class Script:
         return ("EVAL", self.text, len(keys), *keys, *args)
 
 
-# It never shortens the key's life: a command that was sent before another may arrive after it.
+# It never shortens the key's life: a command that was sent before another may arrive after it. But a renewal leaves no
+# longer one than the whole lease: the server's clock may have been set back, and the holder may be killed later.
 RENEW = Script("""
 if value == ARGV[1] then
-    return redis.call('pexpire', KEYS[1], math.max(tonumber(ARGV[2]), redis.call('pttl', KEYS[1])))
+    local ttl = math.max(tonumber(ARGV[2]), redis.call('pttl', KEYS[1]))
+    return redis.call('pexpire', KEYS[1], math.min(ttl, tonumber(ARGV[3] or ttl)))
 end""")
 # The fencing token is the server's time in microseconds, or the last token plus one if that is more. The server
 # remembers the last token for a day. If it has forgotten that one, tokens rise as long as its clock does not step back.

@@ -175,7 +175,10 @@ class _Renewer:
         """Renew leases of one node in one trip, and note the result of each."""
         sent = now()
         ttls = {lease: max(0.001, min(lease.ttl, lease.ends_at - sent)) for lease in leases}
-        commands = [RENEW.command((each.key,), each.token, round(ttl * 1000)) for each, ttl in ttls.items()]
+        commands = [
+            RENEW.command((each.key,), each.token, round(ttl * 1000), round(each.ttl * 1000))
+            for each, ttl in ttls.items()
+        ]
         replies = node.send(commands, _pause(leases))
         news: dict[str, list[Lease]] = {}
         for (lease, ttl), reply in zip(ttls.items(), replies, strict=True):

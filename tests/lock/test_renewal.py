@@ -74,6 +74,15 @@ def test_a_lease_that_is_lost_by_the_clock(
     assert lock.on_loss
 
 
+def test_a_server_s_clock_that_is_set_back_lengthens_no_life_that_is_renewed(watch: Watch, redis_url: str) -> None:
+    """Else the key would outlive a holder that is killed later by as much as the clock was set back."""
+    lock = watch.lease(watch.server(redis_url))
+    watch.redis.pexpire(lock.key, 3_600_000)
+    lock.renew_at = watch.clock.moment
+    watch.renewer.renew_due()
+    assert 0 < watch.redis.pttl(lock.key) <= TTL * 1000
+
+
 def test_the_last_renewal_lasts_until_the_end(watch: Watch, redis_url: str) -> None:
     lock = watch.lease(watch.server(redis_url), limit=2 * TTL)
     for moment, expires_at, renew_at in [
