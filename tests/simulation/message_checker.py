@@ -379,8 +379,11 @@ def _duplicates_have_a_result(history: Any, checker: MessageChecker) -> Problems
     triggers, published = history.triggers.values(), {each.id for each in history.broker.published}
     is_asked = not checker.had("publishing fails")  # of that which had the key meanwhile
     if is_asked and {each.how for each in triggers}.isdisjoint((*HERE, *LATER, "own id")):
+        failed = [each for each in triggers if each.error is not None]
         for trigger in [each for each in triggers if each.result is not None and not each.is_sent]:
-            if trigger.id not in published:
+            # Another process had acquired the key, and did not know it yet.
+            is_of_failed = any(each.asked <= trigger.answered and trigger.asked < each.answered for each in failed)
+            if trigger.id not in published and not is_of_failed:
                 yield "a duplicate without a result", f"{trigger.name}: {trigger.id}"
 
 

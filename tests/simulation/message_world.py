@@ -161,6 +161,7 @@ class Trigger:
         in_hook: the hook of the task in which something is done, and what is done.
         hooked: the work in whose hook that was done; None before.
         error: the exception that the call has raised.
+        answered: when the call has returned or raised; 0 before that.
         result: the result that the call has returned.
         is_sent: whether the call has returned, and has published a message; or whether the task's own ``apply_async``
             was called.
@@ -178,6 +179,7 @@ class Trigger:
     in_hook: tuple[str, str] = ("", "")
     hooked: Work | None = None
     error: Any = None
+    answered: float = 0.0
     result: Any = None
     is_sent: bool = False
     received: list[Any] = field(default_factory=list)
@@ -467,6 +469,7 @@ class MessageWorld(History):
                 trigger.id = getattr(trigger.result, "id", trigger.id)
             except Exception as error:  # noqa: BLE001 - the checker says which are allowed
                 trigger.error = error
+            trigger.answered = self.now
             trigger.is_sent |= any(each.work.trigger == name for each in self.broker.published)
             self.note(producer, "has sent", name, "published" if trigger.is_sent else f"duplicate {trigger.error}")
 
