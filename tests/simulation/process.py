@@ -273,10 +273,10 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     *[(each, "resolve_driver_info", _driver_info) for each in (redis.connection, redis.client)],
     *[(each, "resolve_driver_info", _driver_info) for each in (redis.asyncio.connection, redis.asyncio.client)],
     (redis.retry, "sleep", _sleep),
-    *[(each, "random", _random) for each in (redis.backoff, redis.cluster, redis.asyncio.cluster)],
-    *[(each, "time", _time) for each in (redis.cluster, redis.asyncio.cluster)],
-    *[(each, "key_slot", slot_of) for each in (redis.cluster, redis.asyncio.cluster)],
-    *[(each, "REDIS_CLUSTER_HASH_SLOTS", SLOTS) for each in (redis.cluster, redis.asyncio.cluster)],
+    *[(each, "random", _random) for each in (redis.backoff, redis.cluster)],
+    (redis.cluster, "time", _time),
+    (redis.cluster, "key_slot", slot_of),
+    (redis.cluster, "REDIS_CLUSTER_HASH_SLOTS", SLOTS),
     (redis.cluster, "threading", _fake(threading, Lock=FakeLock, RLock=FakeRLock)),
     (redis.retry.AbstractRetry, "__deepcopy__", lambda retry, _: copy(retry)),  # a retry has no other state of its own
     # Faster: redis-py computes these for each call, client, connection or command, from constants.

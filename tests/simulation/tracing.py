@@ -87,7 +87,7 @@ def _is_dropped(frame: Any, *, retries: bool) -> bool:
     Python drops it while it collects garbage, redis-py while it checks or closes a connection. A user's client with
     ``retries`` takes it for an error of the server, and tries again.
     """
-    drops = _DROPS + "|/redis/(cluster.py _execute_command|retry.py call_with_retry) " * retries
+    drops = _DROPS + "|/redis/retry.py call_with_retry " * retries
     code = frame.f_code
     line = f"{code.co_filename} {code.co_name} {getline(code.co_filename, frame.f_lineno)}"
     is_dropped = re.search(r"/redis/.*( get_connection |sock\.(shutdown|close)\()", line) is not None
@@ -97,7 +97,7 @@ def _is_dropped(frame: Any, *, retries: bool) -> bool:
     return is_dropped
 
 
-_DROPS = "/redis/observability/|/redis/cluster.py (initialize|move_slot) "
+_DROPS = "/redis/observability/|/redis/cluster.py initialize "
 _DROPS += "| (__del__|_drop|can_read|on_disconnect|pairs_to_dict_typed) "
 
 
