@@ -1,4 +1,4 @@
-"""The servers as the renewing thread asks them: one server, a master behind Sentinels, the nodes of a cluster."""
+"""The servers that the renewing thread asks: one server, a master behind Sentinels, a cluster, which calls ask, too."""
 
 import copy
 import sys
@@ -37,7 +37,7 @@ class Node:
     """One server, or one node of a cluster.
 
     Attributes:
-        client: a client of it with short time-outs.
+        client: a client of it, with short time-outs if it is for the renewing thread.
         backs_off_until: until when it is left alone because it could not be reached, by ``clock.now()``.
     """
 
