@@ -332,6 +332,25 @@ def test_connections_of_an_event_loop_that_all_nodes_have_closed_cost_nothing(cl
     asyncio.run(main())
 
 
+def test_a_call_whose_first_reply_is_lost_runs(
+    cluster: Cluster, names: list[str], prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command is sent again, as an event loop's is."""
+    send, to_lose = nodes._ClusterNode.send_here, ["SET"]
+
+    def lose(node: Any, commands: Any, pause: float | None = None) -> list[Any]:
+        replies = send(node, commands, pause)
+        if commands[-1][0] not in to_lose:
+            return replies
+        to_lose.clear()
+        return [redis_py.ConnectionError("lost")]
+
+    monkeypatch.setattr(nodes._ClusterNode, "send_here", lose)
+    assert only_one(lambda: "done", key=names[0])() == "done"
+    assert not to_lose
+    assert not cluster.nodes[0].client.exists(f"{prefix}{names[0]}")
+
+
 def test_an_event_loop_waits_for_a_node_that_was_restarted(
     cluster: Cluster, names: list[str], prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
