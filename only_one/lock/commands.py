@@ -20,8 +20,8 @@ class Retained(NamedTuple):
         until: when it expires, by ``now()``.
         note: the name of a key beside it, which may have news of the task that the value names; None if the value
             names no task that waits. If the note is ``WAITS_NO_MORE``, the key is released instead. If it is another
-            value, that value is stored instead, for as long as the note lives. If the key is owned by another, which
-            may store the task's value at its end, the value becomes the note.
+            value, that value is stored instead, for as long as the note lives. If the key is owned by another task,
+            which may store this one's value at its end, the value becomes the note.
     """
 
     value: bytes
@@ -120,7 +120,7 @@ if value == ARGV[1] or is_there or (not value and may_be_missing) then
         redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
     end
     return 1 + redeliveries
-elseif value and has_note then
+elseif value and has_note and not string.find(value, string.match(ARGV[2], '"task_id":"[^"]*"'), 1, true) then
     redis.call('set', KEYS[#KEYS], ARGV[2], 'NX', 'PX', ARGV[3])
 end""")
 
