@@ -379,7 +379,8 @@ def _duplicates_have_a_result(history: Any, checker: MessageChecker) -> Problems
     triggers, published = history.triggers.values(), {each.id for each in history.broker.published}
     is_asked = not checker.had("publishing fails")  # of that which had the key meanwhile
     if is_asked and {each.how for each in triggers}.isdisjoint((*HERE, *LATER, "own id")):
-        failed = [each for each in triggers if each.error is not None]
+        # Of a call that took longer than a command, a reply was late or lost.
+        failed = [each for each in triggers if not each.is_sent and each.answered - each.asked > _ONE_COMMAND]
         for trigger in [each for each in triggers if each.result is not None and not each.is_sent]:
             # Another process had acquired the key, and did not know it yet.
             is_of_failed = any(each.asked <= trigger.answered and trigger.asked < each.answered for each in failed)
