@@ -40,11 +40,13 @@ class Clock:
         return self.moment
 
 
-def renew_now(*locks: Any) -> None:
-    """Have the thread that renews see to these leases at once, as if a third of each had gone by."""
+def renew_now(*locks: Any) -> float:
+    """Have the thread that renews see to these leases at once, as if a third of each had gone by; returns when."""
+    moment = now()
     for lock in locks:
-        lock.renew_at = now()
+        lock.renew_at = moment
     renewal._renewer.see_to_it_by(-math.inf)
+    return moment
 
 
 def is_renewed(lock: Any) -> bool:
@@ -56,9 +58,9 @@ def is_renewed(lock: Any) -> bool:
 
 def fails_to_renew(lock: Any) -> bool:
     """Whether it is tried in vain when it is its turn, and is to be tried again."""
-    renew_now(lock)
-    before, expires_at = lock.renew_at, lock.expires_at
-    return eventually(lambda: lock.renew_at > before) and lock.expires_at == expires_at
+    expires_at = lock.expires_at
+    due = renew_now(lock)  # not read from the lock, which may have been tried by then
+    return eventually(lambda: lock.renew_at > due) and lock.expires_at == expires_at
 
 
 def is_awaited(lock: Any) -> bool:
