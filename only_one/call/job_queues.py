@@ -143,8 +143,10 @@ class JobCaller(Caller):
         if holder.task_id != self._job.id or is_later:
             return False
         lease = current.get()
-        if lease is not None and lease.token == value:  # made by the run, or by a child that was forked in it
-            return False
+        while lease is not None:  # the runs inside of which the call is made, also by a child that was forked in them
+            if lease.token == value:
+                return False
+            lease = lease.outer
         return self.start is None or getattr(active_tokens.get(value), "start", None) is not self.start
 
     def waits(self, call: Call, left: float) -> float:

@@ -93,6 +93,7 @@ def _switched_off(key: str) -> Lease:
 
 
 def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
+    lease.outer = current.get()
     reset = current.set(lease)
     try:
         return _checked(decoration, decoration.function(*args, **kwargs))
@@ -101,6 +102,7 @@ def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) ->
 
 
 async def _run_as_async(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
+    lease.outer = current.get()
     reset = current.set(lease)
     try:
         return _checked(decoration, await decoration.function(*args, **kwargs))

@@ -33,6 +33,7 @@ class Lease:
         expires_at: until when the server lets the key live at least, by ``clock.now()``.
         may_live_until: until when the key may live because of an ``extend``, answered or not, by ``clock.now()``.
         renewer: the object that renews the lease and tells its run of a loss; None before that begins.
+        outer: the lease of the run that has called this one; None if there is none.
     """
 
     reason: str | None = None
@@ -41,6 +42,7 @@ class Lease:
     expires_at = -inf
     may_live_until = -inf
     renewer: Any = None
+    outer: "Lease | None" = None
     _fence: int | None = None
 
     def __init__(
