@@ -19,6 +19,7 @@ from only_one.connections.server_features import is_of_another_type, level_of
 from only_one.driver import TROUBLE, Commands, is_of_signal_handler, unanswered
 from only_one.errors import AlreadyRunning, ConfigurationError, LockLost, LockUnavailable, OnlyOneError
 from only_one.events import Acquired, Busy, Down, Lost, Reclaimed, Released, emit, log, warn_of_first_skip
+from only_one.forks import see_fork
 from only_one.holder import is_queued
 from only_one.lock.commands import ReleaseResult, Retained, acquire, end, replace
 from only_one.lock.lease import Lease
@@ -79,8 +80,7 @@ class LockedCall(Call):
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self.ended_by = None  # the traceback refers to this call, whose arguments would live until garbage is collected
-        # In a forked child the token is not active, because the key is the parent's.
-        if error is not None and self.token in active_tokens:
+        if error is not None and self._is_of_this_process():
             if self._stage == "held":
                 self.lease.lose("released")  # so that it is not renewed any more
                 self._finish_release(None)
@@ -91,6 +91,11 @@ class LockedCall(Call):
         lost = self.lost if self.options.when_lost is fail else None
         if error is None and lost is not None:
             raise lost
+
+    def _is_of_this_process(self) -> bool:
+        """Whether the call began in this process. In a child that was forked in its run, the key is the parent's."""
+        see_fork()
+        return self.token in active_tokens
 
     def acquire(self) -> Commands[bytes | Exception | None]:
         """Acquire the key, and set ``pause`` if a previous attempt of the caller's work holds it.
@@ -209,7 +214,7 @@ class LockedCall(Call):
 
     def release(self) -> Commands[None]:
         """Release the key, or keep it for ``at_least``; no error here replaces the run's own result or exception."""
-        if self._stage != "held" or self.token not in active_tokens:
+        if self._stage != "held" or not self._is_of_this_process():
             return
         self.lost = self.lease.loss()
         if self.lost is not None:

@@ -11,6 +11,7 @@ from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import drive
 from only_one.errors import ConfigurationError, LockLost
+from only_one.forks import see_fork
 from only_one.holder import Holder
 
 from .commands import FENCE, RENEW, Script, evaluate
@@ -194,6 +195,7 @@ class Lease:
             LockLost: if the key is not ours any more: then the reply is the value that is stored
                 there.
         """
+        see_fork()  # before the question, because the parent's connections are not the child's
         self.ensure_held()
         commands = evaluate(script, self.key, self.token, *args, beside=beside)
         reply = drive(self.server.client, commands) if self.server else time.time_ns() // 1000

@@ -210,6 +210,10 @@ def test_a_fork_in_the_middle(redis: Any, redis_url: str, prefix: str, way: str)
         # Both are renewed, each by its own process.
         assert is_renewed("parent")
         assert is_renewed("child")
+        # A grandchild that makes no call of its own returns from both runs, and takes nothing with it.
+        tell("child", "fork")
+        assert program.says() == ["returned", True, False]
+        assert redis.exists(f"{prefix}child", f"{prefix}parent") == 2
         # Where the parent does not renew, nobody does, though the child is told to each time.
         program.stop()
         assert eventually(is_renewed_by_nobody)  # what the parent has sent may be on its way

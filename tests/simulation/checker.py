@@ -507,6 +507,8 @@ class Checker:
         for process in {call.process for call in self.calls if not call.process.is_dead and not call.process.no_thread}:
             if any(each.startswith(f"interrupted of {process.name}.") for each in self.history.faults):
                 continue  # at the very end of a call
+            if process.modules["only_one.forks"]._pid != process.pid:
+                continue  # a child that C code has forked, and that has made no call
             renewer = process.modules["only_one.lock.renewal"]._renewer
             active_tokens = process.modules["only_one.lock.token"].active_tokens
             if left := [*renewer.pending_releases, *renewer.leases, *active_tokens]:

@@ -118,7 +118,10 @@ class LockWorld(History):
         "clock": [0.05],
     }
 
-    SINCE: ClassVar[list[Any]] = [(362_000_000, {3}, _WIDE_PLAN, {"configure": [0.5, 0.5], "idle": [0.5, 0.5]})]
+    SINCE: ClassVar[list[Any]] = [
+        (362_000_000, {3}, _WIDE_PLAN, {"configure": [0.5, 0.5], "idle": [0.5, 0.5]}),
+        (404_000_000, {3}, {"forks_by": ["Python", "Python", "C code"]}, {}),
+    ]
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
@@ -272,7 +275,7 @@ class LockWorld(History):
         The parent is killed, or lives on for a while: what it does to its keys then is done here.
         """
         sys.settrace(None)  # Python prints an exception that comes while it forks, and goes on
-        parent = process.fork(next(self.pids))
+        parent = process.fork(next(self.pids), by_c=self.plan.forks_by == "C code")
         sys.settrace(getattr(thread(), "tracer", None))
         for call in self.checker.running():
             if call.process is process:

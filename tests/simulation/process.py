@@ -382,18 +382,21 @@ class Process:
         for container, refill, content in self._contents:
             container.clear()
             refill(content)
-        self._begin_as_child(pid)
+        self._begin_as_child(pid, self.after_fork)
 
-    def fork(self, pid: int) -> Any:
-        """Go on as a child with another id and with the parent's state; returns what others see as the parent."""
+    def fork(self, pid: int, *, by_c: bool) -> Any:
+        """Go on as a child with another id and with the parent's state; returns what others see as the parent.
+
+        Of a fork by C code Python knows nothing, and calls no function in the child.
+        """
         parent = self.machine.processes[self.pid] = SimpleNamespace(is_dead=True, started=self.started)
         self.parent_pid = self.pid
-        self._begin_as_child(pid)
+        self._begin_as_child(pid, [] if by_c else self.after_fork)
         return parent
 
-    def _begin_as_child(self, pid: int) -> None:
+    def _begin_as_child(self, pid: int, calls: list[Callable[[], object]]) -> None:
         self.machine.processes[pid], self.pid, self.started = self, pid, pid
         _importing.append(self)
-        for do in self.after_fork:
+        for do in calls:
             do()
         _importing.pop()
