@@ -35,6 +35,7 @@ class Lease:
         may_live_until: until when the key may live because of an ``extend``, answered or not, by ``clock.now()``.
         renewer: the object that renews the lease and tells its run of a loss; None before that begins.
         outer: the lease of the run that has called this one; None if there is none.
+        loop: the event loop of an async run; None for any other.
     """
 
     reason: str | None = None
@@ -44,6 +45,7 @@ class Lease:
     may_live_until = -inf
     renewer: Any = None
     outer: "Lease | None" = None
+    loop: Any = None
     _fence: int | None = None
 
     def __init__(
@@ -90,6 +92,11 @@ class Lease:
     def put_off(self, until: float) -> None:
         """Try the next renewal at ``until``; if the key expires before that, note its loss then."""
         self.renew_at = min(until, self.expires_at)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the run may still end. If its event loop is closed it never does, though a reference may keep it."""
+        return self.loop is None or not self.loop.is_closed()
 
     @property
     def is_held(self) -> bool:

@@ -168,7 +168,10 @@ class _Renewer:
                 self.note_loss(lease, lease.reason_by_time(moment))
             # A renewal may come early by a fiftieth of the lease, to go with others in one trip.
             elif lease.renews and lease.renew_at <= moment + lease.ttl / 50:
-                due.append(lease)
+                if lease.can_go_on:
+                    due.append(lease)
+                else:
+                    lease.put_off(math.inf)  # until it expires
         return send_in_turn(due, self.renew)
 
     def renew(self, node: Node, leases: list[Lease]) -> None:

@@ -17,11 +17,13 @@ from redis.retry import Retry
 
 from only_one import AlreadyRunning, ConfigurationError, LockUnavailable, current_lock, fail, only_one
 from only_one.lock import renewal
+from only_one.lock.lease import Lease
 from only_one.lock.token import active_tokens
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, as_async, both, decorated
 from tests.lock.test_leases import LONG, RELEASES
+from tests.renewal import is_renewed, renew_now
 
 NAME = "k"
 
@@ -100,6 +102,28 @@ def test_an_async_run_that_is_closed_ends_and_its_key_is_freed(redis: Any, key: 
             await task
 
     asyncio.run(main())
+    assert eventually(lambda: not redis.exists(key))
+
+
+def test_a_run_whose_event_loop_is_closed_keeps_its_key_for_the_rest_of_its_lease(redis: Any, key: str) -> None:
+    """It never ends, and a reference to its task keeps it from being collected."""
+    loop, locks = asyncio.new_event_loop(), list[Lease]()
+
+    async def work() -> None:
+        locks.append(current_lock())
+        loop.stop()
+        await asyncio.sleep(LIMIT)
+
+    task = loop.create_task(decorated(work, lease=LONG)())
+    loop.run_forever()
+    assert is_renewed(locks[0])
+    loop.run_until_complete(loop.shutdown_asyncgens())  # which closes the connections
+    loop.close()
+    renew_now(locks[0])
+    assert eventually(lambda: locks[0].renew_at == locks[0].expires_at)
+    assert redis.get(key) == locks[0].token
+    del task, locks[:]
+    gc.collect()
     assert eventually(lambda: not redis.exists(key))
 
 
