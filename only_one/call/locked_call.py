@@ -221,6 +221,7 @@ class LockedCall(Call):
             return
         self.lost = self.lease.loss()
         if self.lost is not None:
+            self.lease.lose(self.lost.reason)  # first, or the late reply to a renewal would make it look held again
             self._tell_loss(self.lost)
         self.lease.lose("released")  # from here on no loss is noted
         for_retry, marker = self.caller.at_end(self)
