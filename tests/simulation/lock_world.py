@@ -122,6 +122,7 @@ class LockWorld(History):
         (362_000_000, {3}, _WIDE_PLAN, {"configure": [0.5, 0.5], "idle": [0.5, 0.5]}),
         (404_000_000, {3}, {"forks_by": ["Python", "Python", "C code"]}, {}),
         (405_000_000, {1}, {"loops_close": [0.0, 0.3]}, {}),
+        (406_000_000, {1}, {}, {"server clock": [0.5, 0.3]}),
     ]
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
@@ -450,6 +451,7 @@ class LockWorld(History):
     def _set_by_hand(self, key: str, value: Any) -> None:
         self.note("somebody", "deletes" if value is None else "overwrites", key)
         self.checker.data_is_lost()
+        self.checker.set_by_hand.append(value)
         self.store.set(b"only_one:" + key.encode(), value, self.now + 2)
 
     def _failover(self) -> None:
@@ -492,6 +494,12 @@ class LockWorld(History):
         for link in self.host.links:
             if link.is_idle:
                 link.reset()
+
+    def _server_clock(self) -> None:
+        step = self.choose("step of the server's clock", [-100.0, -10.0, -1.0, 1.0, 10.0, 100.0])
+        self.note("server", "has its clock set by", step)
+        self.checker.clock_is_set(step)
+        self.store.step_clock(step)
 
     def _clock(self) -> None:
         self.wall_step += self.choose("step of the clock", [-3600.0, 3600.0])
