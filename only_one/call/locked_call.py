@@ -85,6 +85,11 @@ class LockedCall(Call):
         if error is not None and self._is_of_this_process():
             if self._stage == "held":
                 self.lease.lose("released")  # so that it is not renewed any more
+                if self.has_succeeded and self.caller.app is not None:
+                    # Celery stores no result if an exception has interrupted the release. So the key is not kept for
+                    # `at_least`: a redelivery would find it, and be dropped.
+                    self.has_succeeded = False
+                    self._retained = self._to_retain(None)
                 self._finish_release(None)
             elif self._stage == "asked":
                 self.clean_up()
