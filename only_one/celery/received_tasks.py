@@ -139,13 +139,19 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
         if is_queued(became.value) and held == work:
             became = drive(server.client, replace(key, became.value, lease.token, seconds))
         elif held < work:  # the previous attempt has not ended yet
-            consumer.timer.call_after(1, _on_received, (consumer, request))
+            consumer.timer.call_after(1, _look_again, (consumer, request))
     if became.status == "held":
         delivery.header = header._replace(token=lease.token.decode())
         request.request_dict.update(delivery.header.as_headers())
         hold(lease)
     elif lease.lose(became.status, became.value):
         _waiting.pop(lease.token, None)
+
+
+def _look_again(consumer: Any, request: Any) -> None:
+    """Ask for the key once more. Exception: once the task has begun, it may wait in another worker, requeued."""
+    if request.time_start is None:
+        _on_received(consumer, request)
 
 
 def _end_wait(token: bytes, release: Callable[[PendingRelease], None] = release_later) -> None:

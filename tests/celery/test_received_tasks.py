@@ -268,6 +268,23 @@ def test_a_retry_has_its_key_when_the_previous_attempt_has_released_it(worker: W
     assert len(worker.timer.queue) == 1
 
 
+def test_a_retry_that_was_requeued_leaves_its_key_to_the_worker_that_has_its_message(
+    worker: Worker, keys: Keys
+) -> None:
+    """The worker that has received it first does not take the key from the other, and then let it expire."""
+    retry = Header(worker.task.delay("k").id, 1, key=f"{keys.prefix}k")
+    worker.receive(retry)
+    worker.requests[-1].time_start = 1.0  # it begins, and is requeued, because the previous attempt has not ended
+    worker.receive(retry._replace(times=1))
+    keys["k"] = TokenFactory(worker.task.name, retry.id, 1, "queued").token(HOUR)
+    of_the_first, of_the_other = [entry.entry for entry in sorted(worker.timer.queue)]
+    of_the_other()
+    received = keys["k"]
+    of_the_first()
+    assert keys["k"] == received
+    assert keys.state() == ("received", 1)
+
+
 VALUES: list[Any] = [
     "somebody else",
     TokenFactory("another", "another", 0, "queued").token(HOUR),
