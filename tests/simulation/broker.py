@@ -36,6 +36,7 @@ _virtual: Any = virtual
 _common: Any = common
 _common.get_node_id()  # drawn once in a process, and so before the first history, which must draw what later ones do
 _PREFETCHED = 4
+_THREADS = 2
 _SOFT_SHUTDOWN = 1.0
 """Seconds for which a soft shutdown waits for runs (``worker_soft_shutdown_timeout``)."""
 
@@ -139,7 +140,7 @@ class Delivery:
     def begin(self, child: Process) -> None:
         self.child, self.began = child, self.worker.world.now
         world = self.worker.world
-        self.worker.do(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
+        self.worker.tells(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
         self.thread = running = world.spawn(child, f"{child.name}/task", self._run)
         soft, hard = self.limits
         if soft and world.plan.limited_at == "a time":
@@ -163,7 +164,7 @@ class Delivery:
         sys.settrace(before)
         has_failed, value, _runtime = result
         self.worker.world.ended(self, _name_of_error(value) if has_failed else value.strip("[]"))
-        self.worker.do(lambda: self._ready(result))
+        self.worker.tells(lambda: self._ready(result))
 
     def terminate(self, end: str, patience: float | None = None) -> None:
         """Tell the child to exit, by SIGTERM. Kill it if it does not, as in a C call, or not within ``patience``."""
@@ -365,7 +366,7 @@ class Worker:
     def __init__(self, world: Any, name: str, machine: Machine, processes: list[Process]) -> None:
         self.world, self.broker = world, world.broker
         self.hostname, self.machine = name, machine
-        self.main, *self.children = processes
+        self.main, *self.children = processes[: 1 if world.plan.pool == "threads" else None]
         self.pool = self.timer = self.qos = self
         self.apply_eta_task = self.on_task_request = self._execute
         self.receiving: Any = None
@@ -386,6 +387,18 @@ class Worker:
         self._strategy = cache(lambda name: self.app.tasks[name].start_strategy(self.app, self))
         self.world.spawn(self.main, f"{self.hostname}/main", self._serve)
         self.broker.deliver()
+
+    @property
+    def runs_threads(self) -> bool:
+        """Whether tasks run in threads of the main process, and not in children."""
+        return not self.children
+
+    def tells(self, do: Any) -> None:
+        """Tell the main process of a job: a child sends a message, and a thread calls by itself."""
+        if self.runs_threads:
+            do()
+        else:
+            self.do(do)
 
     def has_room(self) -> bool:
         return self.consumes and not self.main.is_dead and len(self.jobs) < _PREFETCHED
@@ -438,15 +451,18 @@ class Worker:
         self.jobs.clear()
 
     def lose_connection(self) -> None:
-        """Lose the connection to the broker: the worker drops the jobs that have not begun, and goes on with others."""
+        """Lose the connection to the broker: the worker drops the jobs that have not begun, and goes on with others.
+
+        A pool of threads goes on with those that wait for a free thread, too.
+        """
         if self.consumes and not self.main.is_dead:
             self.world.note(self.hostname, "loses its connection to the broker")
-            for job in [job for job in self.jobs if not job.child]:
+            for job in [job for job in self.jobs if not (job.child or (job.target and self.runs_threads))]:
                 self.jobs.remove(job)
                 self._forget(job)
             for bucket in filter(None, self.task_buckets.values()):
                 bucket.clear_pending()
-            if self.world.plan.cancels:
+            if self.world.plan.cancels and not self.runs_threads:
                 self.do(self._cancel)
             self.broker.restore(self)
 
@@ -530,7 +546,8 @@ class Worker:
 
     def apply_async(self, _target: Any, args: Any, soft_timeout: Any, timeout: Any, **callbacks: Any) -> None:
         job = next(job for job in self.jobs if job.request is not None and job.request.request_dict is args[2])
-        job.target, job.callbacks, job.limits = args, callbacks, (soft_timeout, timeout)
+        job.target, job.callbacks = args, callbacks
+        job.limits = (None, None) if self.runs_threads else (soft_timeout, timeout)
         self.assign()
 
     def assign(self) -> None:
@@ -539,6 +556,8 @@ class Worker:
             return
         busy = {job.child for job in self.jobs} | self.ending
         free = [child for child in self.children if child not in busy]
+        if self.runs_threads:
+            free = [self.main] * (_THREADS - sum(job.child is not None for job in self.jobs))
         waiting = [job for job in self.jobs if job.target and not job.child]
         for job, child in zip(waiting, free, strict=False):
             if child.is_dead:
@@ -553,7 +572,7 @@ class Worker:
 
     def recycle(self, child: Process | None) -> None:
         """End a child that has ended a task, as with ``max_tasks_per_child=1``."""
-        if not (self.world.plan.recycles and self.consumes and child) or child.is_dead:
+        if self.runs_threads or not (self.world.plan.recycles and self.consumes and child) or child.is_dead:
             return
 
         def end() -> None:

@@ -260,6 +260,7 @@ class MessageWorld(History):
         (320_000_000, {0}, _WIDE, {"server away": [0.2, 0.1], "server forgets": [0.15], "other work": [0.15, 0.15]}),
         (356_000_000, {0}, _WIDER, {}),
         (362_000_000, {0, 1}, {"own": [0.0, 0.5]}, {}),  # how probable it is that a task has its own `apply_async`
+        (1_796_095_000_000_000, {2, 3}, {"pool": ["prefork", "threads"]}, {"pause": [0.6, 0.4]}),
     ]
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
@@ -339,13 +340,23 @@ class MessageWorld(History):
 
     def _killed_child(self) -> None:
         worker = self._worker()
-        worker.kill_child(self.choose("which child", worker.children))
+        if not worker.runs_threads:
+            worker.kill_child(self.choose("which child", worker.children))
 
     def _killed_worker(self) -> None:
         self._worker().kill()
 
+    def _pause(self) -> None:
+        worker = self._worker()
+        process = self.choose("which paused", [worker.main, *worker.children])
+        seconds = self.choose("seconds paused", [0.2, 1.5, 5.0, 40.0])
+        process.paused_until = max(process.paused_until, self.now + seconds)
+        self.note(process.name, "is paused for", seconds)
+
     def _shutdown(self) -> None:
-        self._worker().shut_down(self.choose("how", ["Warm", "Soft", "Cold"]))
+        how = self.choose("how", ["Warm", "Soft", "Cold"])
+        worker = self._worker()
+        worker.shut_down("Warm" if worker.runs_threads else how)
 
     def _lost_connection(self) -> None:
         self._worker().lose_connection()
@@ -370,7 +381,7 @@ class MessageWorld(History):
         if not ids:
             return
         revoked = self.choose("which revoked", ids)
-        terminates = self.draw("terminates") < 0.5
+        terminates = self.draw("terminates") < 0.5 and self.plan.pool == "prefork"
         self.note("somebody", "revokes", revoked[:8], "and terminates" if terminates else "")
         self.revoked.add(revoked)
         celery.worker.state.revoked.add(revoked)
@@ -553,13 +564,13 @@ class MessageWorld(History):
         name = getattr(result, "exc_cls_name", type(result).__name__)
         is_one = result is None or name in ("AlreadyRunning", "LockUnavailable")
         if is_one and all(run.end == "calls again" for run in self.runs if run.delivery is thread()):
-            for job in [job for job in self.broker.jobs if job.is_work and job.child is this()]:
+            for job in [job for job in self.broker.jobs if job.is_work and job.thread is thread()]:
                 given = self.triggers[job.work.trigger], job.work, None, this(), job.began, this().life, thread()
                 self.not_run.append(Run(*given, repr(result)))
 
     def not_stored(self, state: str) -> None:
         """Note that the result of a run that has returned could not be stored."""
-        for job in [job for job in self.broker.jobs if job.is_work and job.child is this() and state == "SUCCESS"]:
+        for job in [job for job in self.broker.jobs if job.is_work and job.thread is thread() and state == "SUCCESS"]:
             self.unstored[job.work] = self.now
 
     def received(self, delivery: Delivery) -> None:
