@@ -148,7 +148,8 @@ def _release(given: argparse.Namespace, app: Any) -> int:
         return max([_free(key, _find(key, app), app, force=given.force) for key in given.keys])
     meant = [each for each in held(given.match, app=app) if is_meant(each)]
     if not meant:
-        _print("no such key is held, and none was freed", is_problem=True)
+        kind = "a dead process" if given.dead else "a task that is queued for so long"
+        _print(f"no key of {kind} is held, and none was freed", is_problem=True)
     return max([_free(each.key, each, app, force=given.force) for each in meant], default=0)
 
 

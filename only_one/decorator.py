@@ -152,8 +152,9 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
             Celery's tasks always are.
         redis: the server: a client of redis-py, a URL, or a callable that returns a client: called
             until it has returned one, for all functions that it is given to.
-            The default is the configured server, else ``ONLY_ONE_REDIS_URL`` of the environment,
-            else the Celery app's, else ``redis://localhost:6379/0``.
+            The default is the configured server, by ``configure`` or ``app.conf.only_one_redis``,
+            else ``ONLY_ONE_REDIS_URL`` of the environment, else the Celery app's result backend or
+            broker, else ``redis://localhost:6379/0``.
 
     Returns:
         The decorated function or task; or a decorator, if no function is given.
@@ -172,7 +173,10 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
         msg = f"two keys are given, {function_or_key!r} and key={key!r}: write one of them"
         raise ConfigurationError(msg)
     if isinstance(timeout, str) and not timeout[:1].isdigit():  # a str that begins with a digit is a time
-        msg = f"timeout={timeout!r} is a str: write the key first and then the seconds, only_one({timeout!r}, 300)"
+        instead = f"write the key first and then the seconds, only_one({timeout!r}, 300)"
+        if callable(function_or_key):
+            instead = f"write the key by keyword, key={timeout!r}"
+        msg = f"timeout={timeout!r} is a str: {instead}"
         raise ConfigurationError(msg)
     template = function_or_key if as_key else "{name}:{md5}" if key is ... else key
     decorate = _NoContextManager(_decorate, template, check(given, {}))
@@ -283,11 +287,13 @@ def signature_of(function: Any) -> inspect.Signature:
     elif issubclass(kind, type):
         problem = f"the class {function.__name__}: write @only_one above the method that does the work, such as run"
     elif not _is_function(function):
-        problem = (
-            f"{function!r}, which is no function: write @only_one directly above the def, below every other decorator "
-            "except Celery's task, where above means from queued to finished; or above the __call__ of its class; "
-            "a key as key='a-name', and seconds as timeout=300"
+        instead = (
+            "write @only_one directly above the def, below every other decorator except Celery's task, where above "
+            "means from queued to finished; or above the __call__ of its class"
         )
+        if issubclass(kind, (str, int, float)):
+            instead = "write a key as key='a-name', and seconds as timeout=300"
+        problem = f"{function!r}, which is no function: {instead}"
     elif _is_scheduled(function):
         instead = "write @only_one directly above the def, below @scheduler.scheduled_job"
         problem = f"{function.__qualname__}, because APScheduler would run it without the lock: {instead}"
@@ -336,7 +342,9 @@ def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signatur
         msg = "a lambda has no {name}: write @only_one('a-key') above a def, or key=lambda … if it was meant as the key"
         raise KeyTemplateError(msg)
     if has_field(key, "name") and module == "__main__":
-        instead = f"write a key, such as @only_one('{function.__name__}-of-my-program'), or start it with python -m"
+        template = key if signature.parameters else "{name}"  # then there is nothing of which to make an MD5
+        suggested = template.replace("{name}", f"{function.__name__}-of-my-program")
+        instead = f"write a key, such as @only_one({suggested!r}), or start it with python -m"
         msg = f"{{name}} of {function.__qualname__} in __main__ would be the same in every program: {instead}"
         raise KeyTemplateError(msg)
     first = next(iter(signature.parameters), None)

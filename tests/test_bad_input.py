@@ -10,6 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from decimal import Decimal
@@ -150,7 +151,7 @@ NO_FUNCTION = "write @only_one directly above the def, below every other decorat
         (staticmethod(two), "below @staticmethod, directly above the function"),
         (property(function), "below @property, directly above the function"),
         (None, NO_FUNCTION),
-        ("a key", "__call__ of its class; a key as key='a-name'"),
+        ("a key", "write a key as key='a-name'"),
         (300, "seconds as timeout=300"),
         (generator(), NO_FUNCTION),
         (max, "write @only_one above a def around it"),
@@ -200,6 +201,7 @@ def test_a_task_cannot_be_decorated_twice() -> None:
     [
         (coroutine, "async def"),
         (Awaitable, "async def"),
+        (Future, "waits for the future"),
         (generator, "consumes"),
         (async_generator, "consumes"),
         (contextmanager(generator), "enters"),
@@ -221,6 +223,8 @@ def test_what_has_yet_to_run_is_closed_when_it_is_refused(redis_url: str, made: 
         assert inspect.getcoroutinestate(begun) == inspect.CORO_CLOSED
     if made is Awaitable:
         assert begun.closed
+    if made is Future:
+        assert begun.cancelled()
 
 
 # --- options -----------------------------------------------------------------------------------------------------
@@ -252,6 +256,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     # What is no time is refused as for `timeout`; only none at all is no mistake here, and False is not none.
     *(({"timeout": 10, "at_least": value}, "at_least=") for value in (False, None, -1, 10.5, timedelta(minutes=1))),
     *(({"when_busy": value}, POLICY) for value in (None, "only_one.skip", lambda error, more: None)),
+    ({"when_busy": "retry"}, "when_busy=retry(), without quotes"),
     ({"when_busy": lambda: None}, "when_busy=<function"),
     *(({"when_busy": value}, POLICY) for value in (*ASYNC, LookupError)),
     ({"when_busy": carry_on}, "when_busy=carry_on would run two at a time: write when_busy=skip"),
@@ -266,10 +271,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"active": value}, "active=True or") for value in (0, None)),
     *(({"prefix": value}, "str of UTF-8 without braces") for value in (None, b"x", "a{", "a}b", "a\ud800")),
     *(({"redis": value}, URL) for value in URLS),
+    ({"redis": "sentinel://h:26379"}, "or a client, Sentinel([...]).master_for(name)"),
     *(({"redis": f"redis://u:a{sign}b@h/0"}, "in the password %2F for /, %3F for ? and %23 for #") for sign in "/?#"),
     ({"redis": "rediss://h?ssl_cert_reqs=CERT_NONE"}, "value], with options of redis-py"),
     *(({"redis": value}, SOURCE) for value in (ConnectionPool(), Redis().lock("k"), Redis().pipeline())),
-    ({"redis": 6379}, f"redis= a int: give a URL such as {SOURCE}"),
+    ({"redis": 6379}, f"redis= an object of type int: give a URL such as {SOURCE}"),
     ({"redis": Redis().pubsub()}, SOURCE),  # type: ignore[no-untyped-call]
     *(({"redis": value}, FOR_ASYNC) for value in (redis.asyncio.Redis(), redis.asyncio.Redis)),
     ({"redis": valkey.Valkey()}, "redis= a client of valkey-py"),
@@ -307,20 +313,26 @@ def test_an_option_that_cannot_work_is_refused_when_it_is_given(options: dict[st
         refused(ConfigurationError, words, by_configure)
 
 
+def configure_in_turn() -> None:
+    with configure(lease=10), configure(timeout=5):
+        pass
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda: only_one(timeout="nightly"), ConfigurationError, "only_one('nightly', 300)"),
         (lambda: only_one(300, "k"), ConfigurationError, "only_one("),
-        (lambda: only_one(function, "k"), ConfigurationError, "key"),
+        (lambda: only_one(function, "k"), ConfigurationError, "write the key by keyword, key='k'"),
         (lambda: only_one("k", key="l"), ConfigurationError, "write one of them"),
-        (lambda: only_one(IN_MAIN), KeyTemplateError, "or start it with python -m"),
+        (lambda: only_one(IN_MAIN), KeyTemplateError, "@only_one('two-of-my-program:{md5}'), or start it with python -m"),
         (lambda: only_one(lambda _: "k")(two), KeyTemplateError, "key=lambda"),
         (lambda: only_one("k", work_id=generator)(two), KeyTemplateError, "work_id=generator takes ()"),
         (lambda: only_one(key_="k"), TypeError, "key_"),
         (lambda: ExitStack().enter_context(only_one("k")), ConfigurationError, "write the block as a function"),
         (lambda: asyncio.run(AsyncExitStack().enter_async_context(only_one("k"))), ConfigurationError, "above its def"),
         (lambda: configure_(url="redis://localhost"), TypeError, "url"),
+        (configure_in_turn, ConfigurationError, "or lease=None, which was configured before"),
         (lambda: configure_(redis=None), ConfigurationError, SOURCE),
         (current_lock, ConfigurationError, "call it in one, and give its threads the lock"),
         (lambda: retry(0), ConfigurationError, "countdown=0: write at least 0.001 seconds; for a delay that grows"),

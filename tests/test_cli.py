@@ -247,7 +247,8 @@ def test_neither_a_run_nor_the_program_needs_celery_and_it_spells_out_what_the_t
         (["list", "--json"], 0, ""),
         (["show", "\\ud800"], 2, "UnicodeEncodeError"),
         (["show", "k\x1b"], 1, "k\\x1b is free\n"),
-        (["release", "--dead"], 0, "no such key is held, and none was freed\n"),
+        (["release", "--dead"], 0, "no key of a dead process is held, and none was freed\n"),
+        (["release", "--queued", "1h"], 0, "no key of a task that is queued for so long is held, and none was freed\n"),
     ],
 )
 def test_wrong_use_and_nothing_to_do_are_said(arguments: list[str], status: int, words: str, capsys: Out) -> None:

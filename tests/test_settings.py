@@ -513,7 +513,7 @@ def test_settings_are_read_in_the_app_s_namespace_also_after_decorating_and_othe
     ("name", "value", "instead"),
     [
         ("lease", 100, "longer than"),
-        ("when_busy", "only_one.fial", ": write 'only_one.fail' or 'package.module.name'"),
+        ("when_busy", "only_one.fial", ": write 'only_one.fail', or 'package.module.name' of a policy"),
         ("when_busy", "no_such_package.policy", "only_one.f"),
         ("when_busy", "only_one.retry", "()"),
     ],

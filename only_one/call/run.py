@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from math import inf
 from types import AsyncGeneratorType, GeneratorType
@@ -18,7 +19,7 @@ from .locked_call import AsyncLockedCall, LockedCall
 
 _CONTEXTS: tuple[Any, ...] = (contextmanager, asynccontextmanager)
 
-_YET_TO_RUN = frozenset({GeneratorType, AsyncGeneratorType, *(type(each(iter)(())) for each in _CONTEXTS)})
+_YET_TO_RUN = frozenset({Future, GeneratorType, AsyncGeneratorType, *(type(each(iter)(())) for each in _CONTEXTS)})
 """The types of results whose code has not run when they are returned."""
 
 
@@ -115,14 +116,14 @@ def _checked(decoration: Decoration, result: Any) -> Any:
     """The result of a function, unless the result has code that is yet to run: the key would be released before that.
 
     Raises:
-        ConfigurationError: for a coroutine, a generator, a context manager and the like.
+        ConfigurationError: for a coroutine, a future, a generator, a context manager and the like.
     """
     if type(result) not in _YET_TO_RUN and not hasattr(type(result), "__await__"):
         return result
     end = getattr(result, "close", None) or getattr(result, "cancel", None)
     if end is not None:
         end()
-    problem = f"{decoration.name} returned a {type(result).__name__}, which would run after the key is released"
+    problem = f"the result of {decoration.name}, of type {type(result).__name__}, would run after the key is released"
     instead = "write @only_one directly above the async def, or above a function that consumes the generator"
-    msg = f"{problem}: {instead} or enters the context"
+    msg = f"{problem}: {instead}, waits for the future or enters the context"
     raise ConfigurationError(msg)

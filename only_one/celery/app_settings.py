@@ -50,7 +50,7 @@ def app_options(app: Celery | None) -> tuple[Options, Callable[[], Source | None
     try:  # a value that is no str is returned unchanged
         configured["when_busy"] = _import_by_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        instead = "write 'only_one.fail' or 'package.module.name'"
+        instead = "write 'only_one.fail', or 'package.module.name' of a policy of yours, such as one made by retry()"
         msg = f"only_one_when_busy={path!r} cannot be imported ({error}): {instead}"
         raise ConfigurationError(msg) from None
     # A setting that is None counts as unset: settings modules have it for a variable that the environment lacks.
@@ -58,7 +58,7 @@ def app_options(app: Celery | None) -> tuple[Options, Callable[[], Source | None
     try:
         return check(given, {}), functools.partial(server_of, app)
     except ConfigurationError as error:
-        msg = f"the configuration of the app {app.main!r} has only_one_{error}"
+        msg = f"in the configuration of the app {app.main!r}, only_one_{error}"
         raise ConfigurationError(msg) from None
 
 

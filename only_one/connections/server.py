@@ -178,8 +178,9 @@ def check_source(name: str, source: Source) -> Source:
 def _url_problem(url: str) -> str | None:
     """What is wrong with a URL, and what to write instead, without its password; None for a URL that can work."""
     quoting = ", and in the password %2F for /, %3F for ? and %23 for #" if "@" in url else ""
+    client = "; or a client, Sentinel([...]).master_for(name)" if url.startswith("sentinel") else ""
     if not re.fullmatch(r"rediss?://[^/]*(/\d*/?)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?", url):
-        return f"{masked(url)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path{quoting}"
+        return f"{masked(url)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path{quoting}{client}"
     try:
         client = redis.Redis.from_url(url)
         client.connection_pool.make_connection()  # which checks the options, and does not connect
@@ -202,7 +203,7 @@ def _client_problem(client: Any) -> str | None:
     is_encoded = _is_client(client) and hasattr(client, "get_encoder")
     if is_encoded and (encoding := client.get_encoder().encoding).lower() not in ("utf-8", "utf8"):
         return f" a client with encoding={encoding!r}, and some commands are sent in UTF-8: leave encoding= out"
-    return None if _is_client(client) or callable(client) else f" a {type(client).__name__}: {_INSTEAD}"
+    return None if _is_client(client) or callable(client) else f" an object of type {type(client).__name__}: {_INSTEAD}"
 
 
 def find_server(source: Source) -> Server:
