@@ -325,7 +325,7 @@ def configure_in_turn() -> None:
         (lambda: only_one(300, "k"), ConfigurationError, "only_one("),
         (lambda: only_one(function, "k"), ConfigurationError, "write the key by keyword, key='k'"),
         (lambda: only_one("k", key="l"), ConfigurationError, "write one of them"),
-        (lambda: only_one(IN_MAIN), KeyTemplateError, "@only_one('two-of-my-program:{md5}'), or start it with python -m"),
+        (lambda: only_one(IN_MAIN), KeyTemplateError, "@only_one('two-of-my-program:{md5}'), or start it"),
         (lambda: only_one(lambda _: "k")(two), KeyTemplateError, "key=lambda"),
         (lambda: only_one("k", work_id=generator)(two), KeyTemplateError, "work_id=generator takes ()"),
         (lambda: only_one(key_="k"), TypeError, "key_"),
