@@ -178,9 +178,9 @@ def check_source(name: str, source: Source) -> Source:
 def _url_problem(url: str) -> str | None:
     """What is wrong with a URL, and what to write instead, without its password; None for a URL that can work."""
     quoting = ", and in the password %2F for /, %3F for ? and %23 for #" if "@" in url else ""
-    client = "; or a client, Sentinel([...]).master_for(name)" if url.startswith("sentinel") else ""
+    of_sentinels = "; or a client, Sentinel([...]).master_for(name)" if url.startswith("sentinel") else ""
     if not re.fullmatch(r"rediss?://[^/]*(/\d*/?)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?", url):
-        return f"{masked(url)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path{quoting}{client}"
+        return f"{masked(url)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path{quoting}{of_sentinels}"
     try:
         client = redis.Redis.from_url(url)
         client.connection_pool.make_connection()  # which checks the options, and does not connect
