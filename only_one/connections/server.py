@@ -180,7 +180,8 @@ def _url_problem(url: str) -> str | None:
     quoting = ", and in the password %2F for /, %3F for ? and %23 for #" if "@" in url else ""
     of_sentinels = "; or a client, Sentinel([...]).master_for(name)" if url.startswith("sentinel") else ""
     if not re.fullmatch(r"rediss?://[^/]*(/\d*/?)?(\?.*)?|unix://[^?]*/[^?]+(\?.*)?", url):
-        return f"{masked(url)!r} is not a URL of Redis: write redis://host:6379/0, rediss://… or unix:///path{quoting}{of_sentinels}"
+        instead = f"write redis://host:6379/0, rediss://… or unix:///path{quoting}{of_sentinels}"
+        return f"{masked(url)!r} is not a URL of Redis: {instead}"
     try:
         client = redis.Redis.from_url(url)
         client.connection_pool.make_connection()  # which checks the options, and does not connect
