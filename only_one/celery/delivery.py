@@ -270,13 +270,14 @@ class TaskRun(Delivery):
         held = work_held_by(holder)
         if held is not None and held.id == self.work.id:
             self._wait_for_own(call, held, is_kept=holder is not None and holder.state == "kept")
-        if call.options.when_busy is None or self._has_replaced(held):
-            return self._default_when_busy()
         # A redelivery whose run has ended is dropped: a policy would put another result in the place of the run's.
-        if self.header.has_begun and call.key not in self.state.runs:
+        may_be_redelivery = self.may_be_redelivered or self.header.has_begun
+        if may_be_redelivery and call.key not in self.state.runs:
             with redelivery.unless_down(self.work.id):
                 self._wait_for_result(call)
-        return call.options.when_busy
+        if self._has_replaced(held):
+            return retry()
+        return call.options.when_busy or self._default_when_busy()
 
     def _has_replaced(self, held: Work | None) -> bool:
         """Whether the holder is the task that this one, of a chain or group, has replaced. Their ids differ."""
@@ -346,23 +347,26 @@ class TaskRun(Delivery):
             OnlyOneError: the error that the policy was called with, at the limit ``max_retries``.
         """
         header, policy = self.header, how.policy
+        is_down = isinstance(how.error, LockUnavailable)
+        if not is_down:  # else asking again would take as long again
+            with redelivery.unless_down(self.work.id):
+                if not self.is_new_work:
+                    self._check_marker(call)
+                if isinstance(policy, BufferOne):
+                    held_by: str = getattr(how.error, "value", "")
+                    header = header._replace(trigger=self.arrive(call, held_by, begins=False))
+                    if not header.trigger:
+                        return None
+        # Only now, because a redelivery that is dropped must not fail.
         if policy.max_retries is not None and header.times >= policy.max_retries:
             raise how.error from how.error.__cause__  # so that the `RequeueRequest` is not shown as its context
         # The lineage of new work tells its completion marker from those of earlier work with its id. A second call in
         # this delivery gets another one, too: the marker may say that the run of the first call has ended.
         if self.is_new_work or call.key in self.state.runs:
             header = header._replace(lineage=uuid())
-        if isinstance(how.error, LockUnavailable):  # asking again would take as long again
+        if is_down:
             self._publish(header, policy.countdown)
             raise Ignore
-        with redelivery.unless_down(self.work.id):
-            if not self.is_new_work:
-                self._check_marker(call)
-            if isinstance(policy, BufferOne):
-                held_by: str = getattr(how.error, "value", "")
-                header = header._replace(trigger=self.arrive(call, held_by, begins=False))
-                if not header.trigger:
-                    return None
         self._publish_again(call, header, policy.countdown)
 
     def _publish(self, header: Header, countdown: float | None) -> None:

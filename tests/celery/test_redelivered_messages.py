@@ -200,6 +200,37 @@ def test_the_first_task_of_what_replaces_a_task_waits_for_its_run(queue: Queue, 
     assert [queue.deliver() for _ in times] == ["done"] * len(times)
 
 
+@pytest.mark.parametrize(
+    ("broker", "policy", "requeues"),
+    [
+        *[("unmarked", policy, 0) for policy in (None, skip, fail, retry(max_retries=0))],  # redelivered, as by SQS
+        ("redis", retry(max_retries=1), 1),  # published twice
+    ],
+)
+def test_no_policy_replaces_the_result_of_a_run_that_has_ended(
+    new_app: Any, redis_url: str, keys: Keys, broker: str, policy: Any, requeues: int
+) -> None:
+    """Though no message says that it is a redelivery, and another task has the key by then."""
+    queue = Queue(new_app(broker_url=redis_url.replace("redis", broker, 1)), keys.redis)
+
+    def work() -> None:
+        queue.deliver_elsewhere(message)
+        raise ValueError  # Celery does not replace the result of a run that has succeeded
+
+    given = {"when_busy": policy} if policy else {}
+    answer = a_task(queue.app, work, **given).delay()
+    with keys.busy():
+        for _ in range(requeues):
+            queue.deliver()
+    message = queue.take()
+    queue.deliver(message)
+    with keys.busy():
+        for later in (message, queue.take()):
+            queue.deliver(later)
+    assert isinstance(answer.result, ValueError)
+    assert len(queue) == 0
+
+
 @pytest.mark.parametrize(("broker", "acks_late"), [("redis", True), ("redis", False), ("unmarked", False)])
 @pytest.mark.parametrize("policy", [retry(), buffer_one()], ids=["retry", "buffer_one"])
 def test_new_work_with_the_id_of_earlier_work_runs(
