@@ -2,8 +2,19 @@
 
 Each task with the key is numbered when it is queued or first received; its message carries the number.
 The number is the server's time in microseconds.
-A sorted set beside the key has the latest number, the pending (published) one, the begun one, and that of each id.
 A pending task's message may be lost: after a while an equal call is published with its number, and one of them runs.
+
+A sorted set beside the key has these members, each with its number:
+
+- ``last``: the highest number so far.
+- ``pending``: that of the newest task which was published.
+- ``begun``: that of the newest task which has begun.
+- ``id:`` and a task's id: that of this task.
+- ``by:`` and a task's id: the same, once this task has begun.
+- ``sent:`` and a command's id: that which the command has given; if it arrives twice, it gives the same again.
+- ``held by:`` and a token's digest: that of the run with this token, as a task that waits behind it has given it.
+- ``same:`` and a call's digest: that of the newest of equal tasks.
+- ``until:`` and a call's digest: no number, but the time until which the newest of equal tasks is trusted to wait.
 """
 
 from hashlib import blake2b
@@ -25,12 +36,13 @@ Its message may be lost, or its worker killed, and no key says so. The time begi
 
 # The set forgets what is older than the time for which a message may still be delivered.
 _COMMON = """
-local number, lasts = tonumber(ARGV[1]), ARGV[2]
+local carried, lasts = tonumber(ARGV[1]), ARGV[2]
 local function of(member) return tonumber(redis.call('zscore', KEYS[2], member) or 0) end
 local function set(member, to) redis.call('zadd', KEYS[2], string.format('%.0f', to), member) end
-local function raise(member) set(member, math.max(of(member), number)) end
+local function raise(member, to) set(member, math.max(of(member), to)) end
 local time = redis.call('time')
 local now = time[1] * 1000000 + time[2]
+local function new_number() return math.max(now, of('last') + 2) end
 local function with(prefix, score)
     local members = {}
     for _, member in ipairs(redis.call('zrangebyscore', KEYS[2], score, score)) do
@@ -41,57 +53,64 @@ local function with(prefix, score)
 end
 redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - lasts * 1000))
 """
-_END = """
-redis.call('pexpire', KEYS[2], lasts)
-value = number"""
+_END = "redis.call('pexpire', KEYS[2], lasts)"
 _QUEUE_ANEW = Script(f"""{_COMMON}
-local id, same = ARGV[3], ARGV[4]
-local like = of('same:' .. same)
-if like == of('pending') and like > of('begun') then
-    local equals = with('id:', like)
+local id, same, number = ARGV[3], ARGV[4], new_number()
+local of_equals = of('same:' .. same)
+if of_equals == of('pending') and of_equals > of('begun') then
+    local equals = with('id:', of_equals)
     if equals[1] and now < of('until:' .. same) then return equals[1] end
     for _, other in ipairs(equals) do redis.call('zrem', KEYS[2], 'id:' .. other) end
-    if equals[1] then number = like end
+    if equals[1] then number = of_equals end
 end
-if number == 0 then number = math.max(now, of('last') + 2) end
-raise('last')
-raise('id:' .. id)
-if same ~= '' then raise('same:' .. same) end
+raise('last', number)
+raise('id:' .. id, number)
+if same ~= '' then raise('same:' .. same, number) end
+value = number
 {_END}""")
 _ARRIVE = Script(f"""{_COMMON}
-local id, call, held_by, begins = ARGV[3], 'sent:' .. ARGV[4], 'held by:' .. ARGV[5], ARGV[6] == 'begins'
-local is_newest = number == -1
--- The number that a task which waits behind this run has given to it.
-local given = begins and is_newest and of(held_by) or 0
-if number == 0 then number = of('id:' .. id) end
-if is_newest then number = of(call) end
-if number == 0 then number = given end
-if number == 0 then
-    number = math.max(now, of('last') + 2)
+local id, command, run, begins = ARGV[3], 'sent:' .. ARGV[4], 'held by:' .. ARGV[5], ARGV[6] == 'begins'
+local is_newest = carried == -1
+-- Whether a task that waits behind this run has numbered the run already.
+local was_numbered_by_waiter = begins and is_newest and of(run) > 0
+
+local function number_of_this_task()
+    if carried > 0 then return carried end
+    local known = is_newest and of(command) or of('id:' .. id)
+    if known > 0 then return known end
+    if was_numbered_by_waiter then return of(run) end
+    local new = new_number()
     -- The run behind which it waits may have no number yet, and is older.
-    if not begins and of(held_by) == 0 then set(held_by, number - 1) end
+    if not begins and of(run) == 0 then set(run, new - 1) end
+    return new
 end
-local newest = of('begun')
--- A run goes before those that wait behind it.
-if given == 0 then newest = math.max(newest, of('pending')) end
-raise('last')
-raise('id:' .. id)
-if is_newest then raise(call) end
-local has_another_begun = false
-for _, other in ipairs(with('by:', number)) do has_another_begun = has_another_begun or other ~= id end
-if number < newest or has_another_begun then
-    number = 0
-elseif begins then
-    raise('begun')
-    raise('by:' .. id)
+
+local function is_superseded(number)
+    -- A run goes before those that wait behind it.
+    local newest = was_numbered_by_waiter and of('begun') or math.max(of('begun'), of('pending'))
+    if number < newest then return true end
+    for _, other in ipairs(with('by:', number)) do
+        if other ~= id then return true end
+    end
+    return false
+end
+
+local number = number_of_this_task()
+value = is_superseded(number) and 0 or number
+raise('last', number)
+raise('id:' .. id, number)
+if is_newest then raise(command, number) end
+if begins and value > 0 then
+    raise('begun', number)
+    raise('by:' .. id, number)
 end
 {_END}""")
 _NOTE_PUBLISHED = Script(f"""{_COMMON}
 -- By the server's clock alone, because the sender's may differ.
-local unseen = math.min(now - number, ARGV[4] * 1000)
+local unseen = math.min(now - carried, ARGV[4] * 1000)
 local trusted_for = math.max(ARGV[3] * 1000, unseen)
-raise('pending')
-for _, digest in ipairs(with('same:', number)) do set('until:' .. digest, now + trusted_for) end
+raise('pending', carried)
+for _, digest in ipairs(with('same:', carried)) do set('until:' .. digest, now + trusted_for) end
 {_END}""")
 
 NEWEST = -1
