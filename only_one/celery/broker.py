@@ -1,4 +1,4 @@
-"""The broker: its visibility timeout, the longest countdown, how long a message waits, and its way back to a queue."""
+"""The broker: its visibility timeout, the longest countdown, and the way of a message back to its queue."""
 
 import re
 from contextlib import suppress
@@ -7,10 +7,8 @@ from typing import Any
 import kombu
 from celery import Celery
 from celery.utils.quorum_queues import detect_quorum_queues
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from only_one.errors import ConfigurationError
-from only_one.option_values import LONGEST
 
 _kombu: Any = kombu  # it has no types
 
@@ -30,39 +28,14 @@ def remembered_for(app: Celery) -> float:
     return max(2 * visibility_timeout(app), 3600.0)
 
 
-def waits_for(app: Celery, queue_timeout: float, expires: Any, eta: Any) -> float:
-    """Seconds for which a task that is queued now keeps its key.
-
-    Args:
-        app: the task's app.
-        queue_timeout: seconds for a task that does not expire, from when it may begin.
-        expires: when the worker no longer begins it: seconds from now, a time or its ISO 8601 text; None for never.
-        eta: when it may begin: seconds from now, or a time; None for at once.
-
-    Returns:
-        The seconds, at most ten years, also if it expires in the year 9999; 0 or fewer for a task that has expired.
-    """
-    if expires is not None:
-        return min(_seconds_until(app, expires), LONGEST)
-    return min(queue_timeout + max(0.0, _seconds_until(app, eta or 0)), LONGEST)
-
-
-def _seconds_until(app: Celery, when: Any) -> float:
-    if not isinstance(when, str) and not hasattr(when, "isoformat"):
-        return float(when)
-    time: Any = maybe_iso8601(when if isinstance(when, str) else when.isoformat())
-    # By timestamps: the difference of two times of one zone leaves out that its clocks change.
-    return float(maybe_make_aware(time).timestamp() - app.now().timestamp())
-
-
 def redelivers_at_any_time(app: Celery) -> bool:
     """Whether the broker redelivers a message as soon as the connection on which it came is lost, as AMQP says."""
-    return _facts(app)[1] == "amqp"
+    return _kind(app) == "amqp"
 
 
 def marks_redeliveries(app: Celery) -> bool:
     """Whether a redelivered message says so. A message of SQS does not."""
-    return _facts(app)[1] in {"amqp", "redis"}
+    return _kind(app) in {"amqp", "redis"}
 
 
 def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
@@ -80,33 +53,50 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: for a message of a fanout exchange of Redis, which has no queue of this worker's.
     """
+    exchange = came_by.get("exchange") or ""
     # Celery puts the seconds of a delay by RabbitMQ before the routing key: 28 binary digits.
-    exchange, key = came_by.get("exchange") or "", re.sub(r"^(?:[01]\.){28}", "", came_by.get("routing_key") or "")
-    kind = _facts(app)[1]
-    own = _own_queue(app, exchange, key)
-    if own and kind == "redis":
+    key = re.sub(r"^(?:[01]\.){28}", "", came_by.get("routing_key") or "")
+    if own := _own_queue(app, exchange, key):
+        return _back_to_own_queue(app, own)
+    if detect_quorum_queues(app, _kind(app))[0]:
+        return _back_by_exchange(app, exchange, key) if exchange else _back_to_queue(app, key)
+    # In a child of the pool that has not declared a topic exchange, kombu's Redis takes it for a direct one.
+    must_declare = exchange in (topics := _topics(app)) and _kind(app) != "amqp"
+    return {"declare": [topics[exchange]]} if must_declare else {}
+
+
+def _back_to_own_queue(app: Celery, own: str) -> dict[str, Any]:
+    """The options for a message of a fanout exchange: it goes to this worker's queue, past the exchange."""
+    if _kind(app) == "redis":
         msg = (
             f"a message of the Broadcast queue {own!r} cannot be requeued with Redis, because all workers would get it "
             "again: write a key that each worker has for itself, or use RabbitMQ"
         )
         raise ConfigurationError(msg)
-    if own:
-        return {"queue": _kombu.Queue(own), "declare": []}
-    exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
-    topics = {each.name: each for each in exchanges if each and each.type == "topic"}
-    if not detect_quorum_queues(app, kind)[0]:
-        # In a child of the pool that has not declared a topic exchange, kombu's Redis takes it for a direct one.
-        return {"declare": [topics[exchange]]} if exchange in topics and kind != "amqp" else {}
-    if not exchange:  # it was sent to the queue itself
-        with suppress(KeyError):  # raised if Celery must not create queues
-            if (queue := app.amqp.queues[key]).exchange.type != "direct":
-                return {"queue": queue}
-        return {}
-    is_topic = exchange in topics or exchange.startswith("celery_delayed_")  # RabbitMQ has delayed it before
-    # Celery decides by the option `queue` whether RabbitMQ delays the message, and sends it by the other options.
-    beside: dict[str, Any] = {} if is_topic else {"exchange": exchange, "routing_key": key, "declare": []}
+    return {"queue": _kombu.Queue(own), "declare": []}
+
+
+def _back_to_queue(app: Celery, name: str) -> dict[str, Any]:
+    """The options for a message that was sent to a quorum queue itself."""
+    with suppress(KeyError):  # raised if Celery must not create queues
+        queue = app.amqp.queues[name]
+        return {} if queue.exchange.type == "direct" else {"queue": queue}
+    return {}
+
+
+def _back_by_exchange(app: Celery, exchange: str, key: str) -> dict[str, Any]:
+    """The options for a message that came to a quorum queue by an exchange."""
+    is_topic = exchange in _topics(app) or exchange.startswith("celery_delayed_")  # RabbitMQ has delayed it before
     source = _kombu.Exchange(exchange, type="topic" if is_topic else "direct")
-    return {"queue": _kombu.Queue(exchange=source, routing_key=key), **beside}
+    queue = _kombu.Queue(exchange=source, routing_key=key)
+    # Celery decides by the option `queue` whether RabbitMQ delays the message, and sends it by the other options.
+    return {"queue": queue} if is_topic else {"queue": queue, "exchange": exchange, "routing_key": key, "declare": []}
+
+
+def _topics(app: Celery) -> dict[str, Any]:
+    """The topic exchanges of the app's queues, by name."""
+    exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
+    return {each.name: each for each in exchanges if each and each.type == "topic"}
 
 
 def _own_queue(app: Celery, exchange: str, key: str) -> str | None:
@@ -134,6 +124,11 @@ def refuse_long_countdown(app: Celery, countdown: float | None) -> None:
             "or raise broker_transport_options['visibility_timeout']"
         )
         raise ConfigurationError(msg)
+
+
+def _kind(app: Celery) -> str:
+    """The kind of the broker: "amqp", "redis" or another."""
+    return _facts(app)[1]
 
 
 def _facts(app: Celery) -> tuple[float, str]:

@@ -26,7 +26,8 @@ from only_one.connections.server import Server
 from only_one.driver import drive
 from only_one.lock.commands import Script, evaluate
 
-from .broker import remembered_for, waits_for
+from .broker import remembered_for
+from .queue_timeout import longest_wait
 
 _TRUSTED_FOR = 30.0
 """Seconds for which a pending task is trusted to wait, from when it may begin: equal calls get its result.
@@ -175,7 +176,7 @@ def note_published(
         eta: when it may begin: seconds from now, or a time; None for at once.
         is_requeued: whether a worker has requeued it.
     """
-    seconds = min(most, waits_for(app, _TRUSTED_FOR, None, eta))
+    seconds = min(most, longest_wait(app, _TRUSTED_FOR, None, eta))
     _send(server, key, app, _NOTE_PUBLISHED, trigger, round(seconds * 1000), 0 if is_requeued else round(most * 1000))
 
 

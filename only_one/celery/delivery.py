@@ -28,7 +28,8 @@ from only_one.policies import BufferOne, RequeueRequest, carry_on, fail, retry, 
 from only_one.policies import Retry as RetryPolicy
 
 from . import coalescing, redelivery
-from .broker import marks_redeliveries, remembered_for, waits_for
+from .broker import marks_redeliveries, remembered_for
+from .queue_timeout import longest_wait
 from .requeue import Header, header_of, publish, work_of
 from .task_functions import (
     TaskCaller,
@@ -242,7 +243,7 @@ class Delivery(TaskCaller):
         if not self.keeps_key(self.decoration, call.key, self._request, again.args, again.kwargs):
             return None
         begins_in = getattr(ended_by, "when", None) or again.options.get("countdown")
-        seconds = waits_for(self.app, call.options.queue_timeout, again.options.get("expires"), begins_in)
+        seconds = longest_wait(self.app, call.options.queue_timeout, again.options.get("expires"), begins_in)
         work = self.work._replace(attempt=again.options.get("retries"))
         return self.waiting_value(call.key, work, seconds)
 
@@ -393,7 +394,7 @@ class TaskRun(Delivery):
             drive(call.server.client, noted)
             if header.trigger is not None:
                 options = self.state.requeued.options
-                most = waits_for(self.app, inf, options.get("expires"), None)
+                most = longest_wait(self.app, inf, options.get("expires"), None)
                 coalescing.note_published(
                     call.server, call.key, self.app, header.trigger, most, options.get("countdown"), is_requeued=True
                 )

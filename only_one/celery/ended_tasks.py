@@ -31,8 +31,8 @@ from only_one.lock.token import machine, words_of
 
 from . import coalescing, redelivery
 from .app_settings import app_options
-from .broker import waits_for
 from .delivery import Delivery, state_of, unwrapped
+from .queue_timeout import longest_wait
 from .received_tasks import begun_request
 from .requeue import header_of, work_of
 from .task_functions import decorations_of, key_of_arguments, task_of_items
@@ -80,7 +80,7 @@ def withdraw(task: Any, request: Any, app: Any = None, *, is_retried: bool = Fal
         options = effective_options({}, *app_options(app or task.app))
     if options.server is None:
         return
-    lasts = waits_for(app or task.app, options.queue_timeout, request.expires, request.eta)
+    lasts = longest_wait(app or task.app, options.queue_timeout, request.expires, request.eta)
     until, note = now() + max(lasts, options.queue_timeout), note_of(key, *work)
     # No value has the name of a note in it, so none is deleted.
     words, number = (note.encode(), None) if is_retried else (words_of(*work), header.trigger)

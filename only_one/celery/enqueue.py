@@ -24,8 +24,8 @@ from only_one.lock.renewal import is_to_be_released, release_later
 from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing, redelivery
-from .broker import waits_for
 from .delivery import current_task
+from .queue_timeout import longest_wait
 from .requeue import HEADER, Header
 from .task_functions import TaskCaller
 
@@ -93,7 +93,7 @@ class Publication(TaskCaller):
             return self._publish()
         options = decoration.options_for(self)
         delay, expires = given.get("countdown") or given.get("eta"), given.get("expires", self._task.expires)
-        seconds = waits_for(self.app, options.queue_timeout, expires, delay)
+        seconds = longest_wait(self.app, options.queue_timeout, expires, delay)
         only_newest = isinstance(options.when_busy, BufferOne)
         # A task that is called with one of these options has somebody who waits for it: it is always published, and the
         # worker decides.

@@ -29,8 +29,9 @@ from only_one.lock.renewal import hold, release_at_exit, release_later
 from only_one.policies import BufferOne
 from only_one.settings import DEFAULT_LEASE
 
-from .broker import redelivers_at_any_time, remembered_for, waits_for
+from .broker import redelivers_at_any_time, remembered_for
 from .delivery import Delivery
+from .queue_timeout import longest_wait
 from .redelivery import read_marker
 from .requeue import keep_content_type
 from .task_functions import TaskCaller, decorations_of, key_of_arguments
@@ -56,7 +57,7 @@ class _WaitingLease(Lease):
         # Not the delivery, which has the arguments: many tasks with an `eta` may wait here.
         caller = TaskCaller(request.task)
         self._waiting_value = partial(caller.waiting_value, key, work)
-        self.may_wait = partial(waits_for, request.app, queue_timeout, request.expires, request.eta)
+        self.may_wait = partial(longest_wait, request.app, queue_timeout, request.expires, request.eta)
         most = self.may_wait()
         # A task that expires does not run afterwards. For any other the key is renewed however long the task waits.
         limit = most if request.expires else None
@@ -126,7 +127,7 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
     if key is None:
         return
     lease = _WaitingLease(server, key, options.queue_timeout, request, work)
-    seconds = min(DEFAULT_LEASE + waits_for(request.app, 0, None, request.eta), lease.may_wait())
+    seconds = min(DEFAULT_LEASE + longest_wait(request.app, 0, None, request.eta), lease.may_wait())
     if seconds <= 0:  # it has expired
         return
     # Many tasks with an `eta` may wait here: none is renewed before it may begin.

@@ -23,8 +23,8 @@ from kombu.exceptions import EncodeError, OperationalError
 from pydantic import BaseModel
 
 from only_one import AlreadyRunning, Busy, LockUnavailable, configure, current_lock
-from only_one.celery.broker import waits_for
 from only_one.celery.coalescing import triggers_of
+from only_one.celery.queue_timeout import longest_wait
 from only_one.celery.requeue import Header
 from only_one.holder import task_id_of
 from only_one.lock import renewal
@@ -269,12 +269,12 @@ def test_a_time_beyond_a_change_of_the_clocks(queue: Queue, monkeypatch: pytest.
     moment = datetime.fromisoformat(begun)
     queue.app.conf.timezone = "America/New_York"
     monkeypatch.setattr(queue.app, "now", lambda: moment.astimezone(queue.app.timezone))
-    assert waits_for(queue.app, 600, (moment + timedelta(minutes=30)).replace(tzinfo=None), None) == 1800
+    assert longest_wait(queue.app, 600, (moment + timedelta(minutes=30)).replace(tzinfo=None), None) == 1800
 
 
 def test_how_long_a_task_is_waited_for_to_the_second_and_until_a_date(queue: Queue, keys: Keys) -> None:
     for expires, until, seconds in ((None, None, 600), (None, 60, 660), (None, -60, 600), (0, 60, 0), (60, None, 60)):
-        assert waits_for(queue.app, 600, expires, until) == seconds
+        assert longest_wait(queue.app, 600, expires, until) == seconds
     unique(queue.app, "k").apply_async(eta=date.today() + timedelta(days=10))  # noqa: DTZ011 - in the app's zone
     assert 8 * 86_400 < keys.left() < 12 * 86_400
 
