@@ -93,7 +93,7 @@ class Caller:
         """Whether the key is held by a previous attempt of the same work, for which the call may wait."""
         return False
 
-    def waits(self, call: Call, left: float) -> float:  # noqa: ARG002
+    def asks_again_in(self, call: Call, left: float) -> float:  # noqa: ARG002
         """Seconds after which a key that a previous attempt holds is asked for again; 0 if ``on_busy`` decides now.
 
         Args:

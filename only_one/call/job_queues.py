@@ -149,7 +149,7 @@ class JobCaller(Caller):
             lease = lease.outer
         return self.start is None or getattr(active_tokens.get(value), "start", None) is not self.start
 
-    def waits(self, call: Call, left: float) -> float:
+    def asks_again_in(self, call: Call, left: float) -> float:
         """Seconds until the key is asked for again; 0 if ``on_busy`` decides now.
 
         It decides if the queue can requeue the job, if a wait would block an event loop, if the key lives for longer

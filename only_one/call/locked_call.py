@@ -122,7 +122,7 @@ class LockedCall(Call):
             while value is not None and self._can_take(value):  # the next value, if another call was faster
                 value = yield from self._take_over(value)
             if value is not None and self.caller.is_held_by_own(value):
-                self.pause = self.caller.waits(self, (yield ("PTTL", self.key)) / 1000)
+                self.pause = self.caller.asks_again_in(self, (yield ("PTTL", self.key)) / 1000)
         except TROUBLE as error:
             if is_of_signal_handler(error):
                 raise
