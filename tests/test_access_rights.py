@@ -16,6 +16,7 @@ from celery.exceptions import WorkerLostError
 from celery.signals import task_failure, worker_shutdown
 
 from only_one import buffer_one, configure, current_lock, only_one
+from only_one.call.effective_options import Call
 from only_one.celery import coalescing, redelivery
 from only_one.clock import now
 from only_one.connections import server as servers
@@ -126,9 +127,11 @@ def use_tasks(client: Any, url: str) -> None:
         redelivery.read_marker(key, marker, 0),
     ):
         drive(server.client, commands_)
-    trigger = coalescing.arrive(server, key, app, "1", None, "", "", begins=False)
-    coalescing.note_published(server, key, app, trigger, 30, None)
-    coalescing.arrive(server, key, app, "1", trigger, "", "", begins=True)
+    options: Any = None  # they do not count
+    call = Call(options, server, key)
+    trigger = coalescing.arrive(call, app, "1", None, "", "", begins=False)
+    coalescing.note_published(call, app, trigger, 30, None)
+    coalescing.arrive(call, app, "1", trigger, "", "", begins=True)
     withdraw(server, key, trigger)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from celery import Celery
 
-from only_one.connections.server import Server
+from only_one.call.effective_options import Call
 from only_one.driver import drive
 from only_one.lock.commands import Script, evaluate
 
@@ -54,7 +54,6 @@ local function with(prefix, score)
 end
 redis.call('zremrangebyscore', KEYS[2], '-inf', string.format('%.0f', now - lasts * 1000))
 """
-_END = "redis.call('pexpire', KEYS[2], lasts)"
 _QUEUE_ANEW = Script(f"""{_COMMON}
 local id, same, number = ARGV[3], ARGV[4], new_number()
 local of_equals = of('same:' .. same)
@@ -68,7 +67,7 @@ raise('last', number)
 raise('id:' .. id, number)
 if same ~= '' then raise('same:' .. same, number) end
 value = number
-{_END}""")
+redis.call('pexpire', KEYS[2], lasts)""")
 _ARRIVE = Script(f"""{_COMMON}
 local id, command, run, begins = ARGV[3], 'sent:' .. ARGV[4], 'held by:' .. ARGV[5], ARGV[6] == 'begins'
 local is_newest = carried == -1
@@ -89,11 +88,9 @@ end
 local function is_superseded(number)
     -- A run goes before those that wait behind it.
     local newest = was_numbered_by_waiter and of('begun') or math.max(of('begun'), of('pending'))
-    if number < newest then return true end
-    for _, other in ipairs(with('by:', number)) do
-        if other ~= id then return true end
-    end
-    return false
+    local is_beaten = number < newest
+    for _, other in ipairs(with('by:', number)) do is_beaten = is_beaten or other ~= id end
+    return is_beaten
 end
 
 local number = number_of_this_task()
@@ -105,31 +102,30 @@ if begins and value > 0 then
     raise('begun', number)
     raise('by:' .. id, number)
 end
-{_END}""")
+redis.call('pexpire', KEYS[2], lasts)""")
 _NOTE_PUBLISHED = Script(f"""{_COMMON}
 -- By the server's clock alone, because the sender's may differ.
 local unseen = math.min(now - carried, ARGV[4] * 1000)
 local trusted_for = math.max(ARGV[3] * 1000, unseen)
 raise('pending', carried)
 for _, digest in ipairs(with('same:', carried)) do set('until:' .. digest, now + trusted_for) end
-{_END}""")
+value = redis.call('pexpire', KEYS[2], lasts)""")
 
 NEWEST = -1
 """In place of a trigger: that of a task which is newer than all before it, also if its id was used before."""
 
 
 def arrive(
-    server: Server, key: str, app: Celery, task_id: str, trigger: int | None, call: str, token: str, *, begins: bool
+    call: Call, app: Celery, task_id: str, trigger: int | None, command_id: str, token: str, *, begins: bool
 ) -> int:
     """Number a task that is received, that has to wait, or that has the key and so supersedes every earlier task.
 
     Args:
-        server: the server that stores the key.
-        key: the key as it is in Redis.
+        call: the call that asks for the key.
         app: the task's app.
         task_id: the task's id.
         trigger: its number, if its message carries one; ``NEWEST`` for a new number; None for the number of its id.
-        call: a random id of this command: if the command arrives twice, it numbers the task once.
+        command_id: a random id of this command: if the command arrives twice, it numbers the task once.
         token: the value that is stored at the key, which names the run behind which the task waits, or its own run;
             empty if that is not known, as when a worker receives the task.
         begins: whether it has the key.
@@ -138,15 +134,14 @@ def arrive(
         Its number; 0 if a newer task waits, or has begun.
     """
     held_by, what = blake2b(token.encode(), digest_size=16).hexdigest(), "begins" if begins else "waits"
-    return int(_send(server, key, app, _ARRIVE, trigger, task_id, call, held_by, what))
+    return int(_send(call, app, _ARRIVE, trigger, task_id, command_id, held_by, what))
 
 
-def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str) -> int | bytes:
+def queue_anew(call: Call, app: Celery, task_id: str, digest: str) -> int | bytes:
     """Number a task that is about to be queued.
 
     Args:
-        server: the server that stores the key.
-        key: the key as it is in Redis.
+        call: the call that asks for the key.
         app: the task's app.
         task_id: the task's id.
         digest: the digest of its name and arguments, the same for equal calls; empty if they cannot be compared.
@@ -154,13 +149,11 @@ def queue_anew(server: Server, key: str, app: Celery, task_id: str, digest: str)
     Returns:
         Its number; the id of the pending task if that is the newest, has the same digest, and is trusted to wait.
     """
-    reply: int | bytes = _send(server, key, app, _QUEUE_ANEW, None, task_id, digest)
+    reply: int | bytes = _send(call, app, _QUEUE_ANEW, None, task_id, digest)
     return reply
 
 
-def note_published(
-    server: Server, key: str, app: Celery, trigger: int, most: float, eta: Any, *, is_requeued: bool = False
-) -> None:
+def note_published(call: Call, app: Celery, trigger: int, most: float, eta: Any, *, is_requeued: bool = False) -> None:
     """Note that a task's message is in the queue: it is the pending task from now on, unless a newer one is.
 
     The task is trusted to wait for a while from when it may begin: equal calls get its result. If its number is older
@@ -168,8 +161,7 @@ def note_published(
     its number, which have waited for so long. The number of a requeued task is old for another reason.
 
     Args:
-        server: the server that stores the key.
-        key: the key as it is in Redis.
+        call: the call that asks for the key.
         app: the task's app.
         trigger: the task's number.
         most: the most seconds for which it is trusted, as for a task that expires.
@@ -177,12 +169,12 @@ def note_published(
         is_requeued: whether a worker has requeued it.
     """
     seconds = min(most, longest_wait(app, _TRUSTED_FOR, None, eta))
-    _send(server, key, app, _NOTE_PUBLISHED, trigger, round(seconds * 1000), 0 if is_requeued else round(most * 1000))
+    _send(call, app, _NOTE_PUBLISHED, trigger, round(seconds * 1000), 0 if is_requeued else round(most * 1000))
 
 
-def _send(server: Server, key: str, app: Celery, script: Script, trigger: int | None, *more: Any) -> Any:
-    lasts, beside = round(remembered_for(app) * 1000), (triggers_of(key),)
-    return drive(server.client, evaluate(script, key, trigger or 0, lasts, *more, beside=beside))
+def _send(call: Call, app: Celery, script: Script, trigger: int | None, *more: Any) -> Any:
+    lasts, beside = round(remembered_for(app) * 1000), (triggers_of(call.key),)
+    return drive(call.server.client, evaluate(script, call.key, trigger or 0, lasts, *more, beside=beside))
 
 
 def triggers_of(key: str) -> str:

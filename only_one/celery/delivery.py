@@ -227,7 +227,7 @@ class Delivery(TaskCaller):
         trigger = self.header.trigger
         if trigger is None and is_newest:
             trigger = coalescing.NEWEST
-        return coalescing.arrive(call.server, call.key, self.app, self.work.id, trigger, uuid(), token, begins=begins)
+        return coalescing.arrive(call, self.app, self.work.id, trigger, uuid(), token, begins=begins)
 
     def retained_value(self, call: Call) -> Retained | None:
         """The value for a unique task's key while its retry waits, or its message that another decorator has requeued.
@@ -396,7 +396,7 @@ class TaskRun(Delivery):
                 options = self.state.requeued.options
                 most = longest_wait(self.app, inf, options.get("expires"), None)
                 coalescing.note_published(
-                    call.server, call.key, self.app, header.trigger, most, options.get("countdown"), is_requeued=True
+                    call, self.app, header.trigger, most, options.get("countdown"), is_requeued=True
                 )
         raise Ignore
 

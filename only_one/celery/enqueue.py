@@ -217,7 +217,7 @@ class Publication(TaskCaller):
         If the server is away, a task that somebody waits for is published without a number: the worker gives it one.
         """
         try:
-            trigger = coalescing.queue_anew(call.server, call.key, self.app, self.id, digest)
+            trigger = coalescing.queue_anew(call, self.app, self.id, digest)
         except TROUBLE as error:
             if is_of_signal_handler(error):
                 raise
@@ -230,7 +230,7 @@ class Publication(TaskCaller):
         # A task's own `apply_async` may have run the task, have given it another id, or not have published it yet.
         if getattr(result, "id", None) == self.id and not isinstance(result, EagerResult):
             with redelivery.unless_down(self.id):
-                coalescing.note_published(call.server, call.key, self.app, trigger, most, eta)
+                coalescing.note_published(call, self.app, trigger, most, eta)
         return result
 
 

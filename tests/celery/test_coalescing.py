@@ -9,6 +9,7 @@ import pytest
 from celery import Celery, chain
 
 from only_one import Acquired, buffer_one, retry, subscribe
+from only_one.call.effective_options import Call
 from only_one.celery import coalescing
 from only_one.connections.server import Server
 from rigs.proxy import Proxy
@@ -24,8 +25,10 @@ def above(app: Celery, function: Any, **options: Any) -> Any:
 def note(app: Celery, server: Server, prefix: str) -> Callable[..., Any]:
     """Notes what happens to a task, and gives its number, or the id of its equal that waits."""
 
+    options: Any = None  # they do not count
+    where = (Call(options, server, f"{prefix}k"), app)
+
     def call(what: str, task_id: str, number: int | None = None, *digest: Any) -> Any:
-        where = (server, f"{prefix}k", app)
         if what == "pending":
             coalescing.note_published(*where, number or 0, 600, 570, is_requeued=True)
             return None
