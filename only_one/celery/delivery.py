@@ -120,8 +120,8 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_with_bases(args[0])
     plain = decoration.plain_bound if bound else decoration.plain
-    is_its_run = task is not None and (wrapper in functions_of(task) or (bound and args[0] is task))
-    if task is None or not is_its_run:
+    calls_its_base = bound and args[0] is task
+    if task is None or not (calls_its_base or wrapper in functions_of(task)):
         return plain
     request = task.request if _state.get_current_task() else _task_in_context.get()[1]
     state = vars(request).get(_STATE) or DeliveryState()
@@ -167,6 +167,14 @@ class ItemCaller(JobCaller):
         return fail if fails else super().on_busy(call, value)
 
 
+def _is_redelivered(request: Any) -> bool:
+    """Whether the message says that it was delivered before."""
+    # A dead-letter queue brings back rejected messages. Messages that it delays by their expiry have not begun.
+    deaths = (request.headers or {}).get("x-death") or ()
+    was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in deaths)
+    return was_rejected or bool((request.delivery_info or {}).get("redelivered"))
+
+
 class Delivery(TaskCaller):
     """One delivery of a task's message to a worker, and what its message says. Other deliveries may have its work.
 
@@ -190,14 +198,10 @@ class Delivery(TaskCaller):
         if decoration.is_unique:
             self.key = self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
-        # A dead-letter queue brings back rejected messages. Messages that it delays by their expiry have not begun.
-        deaths = (request.headers or {}).get("x-death") or ()
-        was_rejected = any(each.get("reason") in {"rejected", "delivery_limit"} for each in deaths)
-        is_redelivered = was_rejected or bool((request.delivery_info or {}).get("redelivered"))
+        is_redelivered = _is_redelivered(request)
         self.may_be_redelivered = is_redelivered or (task.acks_late and not marks_redeliveries(self.app))
-        # A requeued message is a new one for the broker, so the header says whether a run may have begun before. The
-        # first requeue gives a lineage to new work only; without a lineage a run may have begun. An earlier version
-        # says this only by the missing lineage.
+        # A requeued message is a new one for the broker, so the header says whether a run may have begun before. An
+        # earlier version says it only by the missing lineage: the first requeue gives a lineage to new work only.
         may_have_begun = self.header.times and not self.header.lineage
         if is_redelivered or may_have_begun:
             self.header = self.header._replace(has_begun=True)
@@ -219,11 +223,12 @@ class Delivery(TaskCaller):
 
     def arrive(self, call: Call, token: str, *, begins: bool) -> int:
         """Number this task for ``buffer_one``; see ``coalescing.arrive`` for the arguments and the result."""
-        # A retry, a replacement and a second call in one delivery keep the number of their task id. All other work that
-        # is delivered for the first time is newer than all before it. The last task of a chain that replaces a task has
-        # that task's id, and is such other work.
+        # New work is newer than all before it. Exceptions, which keep the number of their task id: a retry, a second
+        # call in one delivery, and a replacement. The last task of a chain that replaces a task has that task's id, but
+        # is new work.
         is_replacement = self.work.replacement and self._request.parent_id == self.work.id
-        is_newest = self.is_new_work and not (self.work.attempt or is_replacement or call.key in self.state.runs)
+        keeps_number = self.work.attempt or is_replacement or call.key in self.state.runs
+        is_newest = self.is_new_work and not keeps_number
         trigger = self.header.trigger
         if trigger is None and is_newest:
             trigger = coalescing.NEWEST
@@ -251,11 +256,8 @@ class Delivery(TaskCaller):
 class TaskRun(Delivery):
     """The run of a delivered message: what a call does when its key is busy, before the run and at its end.
 
-    Attributes:
-        is_superseded: whether the call has the key, but a newer task that ``buffer_one`` coalesces does the work.
+    A method that drops or requeues the message raises ``Ignore``: so this delivery ends without a result.
     """
-
-    is_superseded = False
 
     def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a key that holds ``value``.
@@ -270,18 +272,18 @@ class TaskRun(Delivery):
         holder = Holder.parse(value)
         held = work_held_by(holder)
         if held is not None and held.id == self.work.id:
-            self._wait_for_own(call, held, is_kept=holder is not None and holder.state == "kept")
-        # A redelivery whose run has ended is dropped: a policy would put another result in the place of the run's.
+            self._end_unless_policy_decides(call, held, is_kept=holder is not None and holder.state == "kept")
+        # A redelivery is dropped if its run has ended: a policy would put another result in the place of the run's.
         may_be_redelivery = self.may_be_redelivered or self.header.has_begun
         if may_be_redelivery and call.key not in self.state.runs:
-            with redelivery.unless_down(self.work.id):
-                self._wait_for_result(call)
+            with redelivery.suppress_trouble(self.work.id):
+                self._end_if_run_has_ended(call)
         if self._has_replaced(held):
             return retry()
         return call.options.when_busy or self._default_when_busy()
 
     def _has_replaced(self, held: Work | None) -> bool:
-        """Whether the holder is the task that this one, of a chain or group, has replaced. Their ids differ."""
+        """Whether this task, of a chain or group, has replaced the holder. Their ids differ."""
         return held is not None and held.id == self._request.parent_id and held.replacement < self.work.replacement
 
     def _default_when_busy(self) -> Policy:
@@ -301,41 +303,35 @@ class TaskRun(Delivery):
         when_down = call.options.when_down
         return retry() if self.header.has_begun and when_down is not carry_on else when_down
 
-    def _wait_for_own(self, call: Call, held: Work, *, is_kept: bool) -> None:
-        """End this delivery, because work with its task id holds the key; return if ``when_busy`` must decide.
-
-        Raises:
-            Ignore: the message is requeued if an earlier attempt or its own run holds the key, and dropped if a later
-                attempt holds it.
-        """
-        # A value that is kept for `at_least` may be that of earlier work with the same task id. So a message that was
-        # requeued meanwhile may be new work, too.
+    def _end_unless_policy_decides(self, call: Call, held: Work, *, is_kept: bool) -> None:
+        """Requeue or drop this message, because work with its task id holds the key; or return for ``when_busy``."""
+        if held < self.work:  # an earlier attempt
+            self._requeue_endlessly(call)
+        # Also a message that was requeued may be new work: what is kept for `at_least` may be earlier work with its id.
         may_be_new = self.is_new_work or (is_kept and not self.may_be_redelivered)
-        decides = may_be_new and isinstance(call.options.when_busy, RetryPolicy)
-        if decides and held >= self.work:
+        if may_be_new and isinstance(call.options.when_busy, RetryPolicy):
             return
-        # A message that was requeued as new work, and is no redelivery, has not run. Then the holder is other work,
-        # which has only the same task id.
-        may_have_run = self.may_be_redelivered or not self.header.lineage
-        if may_have_run and held > self.work:
-            self._drop(call, "it is out of date")
         if held == self.work:
-            self._wait_for_run(call, is_kept=is_kept)
+            self._requeue_until_run_ends(call, is_kept=is_kept)
+        # A later attempt holds the key, or, if this work has not run for certain, other work with this task id.
+        may_have_run = self.may_be_redelivered or not self.header.lineage
+        if may_have_run:
+            self._drop(call, "it is out of date")
+        self._requeue_endlessly(call)
+
+    def _requeue_endlessly(self, call: Call) -> None:
+        """Requeue the message, whatever the limit of the policy."""
         self.requeue(call, RequeueRequest(AlreadyRunning(call.key), retry()))
 
-    def _wait_for_run(self, call: Call, *, is_kept: bool) -> NoReturn:
-        """Requeue this redelivery until its run has ended and its result is stored; then drop it.
-
-        Raises:
-            Ignore: so that this delivery ends without a result.
-        """
+    def _requeue_until_run_ends(self, call: Call, *, is_kept: bool) -> NoReturn:
+        """Requeue this redelivery until its run has ended and its result is stored; then drop it."""
         ended = b""
-        with redelivery.unless_down(self.work.id):
-            ended = self._check_marker(call, waits=0 if is_kept else remembered_for(self.app)).ended
+        with redelivery.suppress_trouble(self.work.id):
+            ended = self._drop_if_needless(call, waits=0 if is_kept else remembered_for(self.app)).ended
         if is_kept and not ended:
             self._drop(call, "it is out of date")
         self._request.expires = None  # it has begun in time
-        self._publish_again(call, self.header, None)
+        self._requeue(call, self.header, None)
 
     def requeue(self, call: Call, how: RequeueRequest) -> Any:
         """Requeue the message, under the same id and with all that it carries, as a policy says.
@@ -350,9 +346,9 @@ class TaskRun(Delivery):
         header, policy = self.header, how.policy
         is_down = isinstance(how.error, LockUnavailable)
         if not is_down:  # else asking again would take as long again
-            with redelivery.unless_down(self.work.id):
+            with redelivery.suppress_trouble(self.work.id):
                 if not self.is_new_work:
-                    self._check_marker(call)
+                    self._drop_if_needless(call)
                 if isinstance(policy, BufferOne):
                     held_by: str = getattr(how.error, "value", "")
                     header = header._replace(trigger=self.arrive(call, held_by, begins=False))
@@ -365,43 +361,47 @@ class TaskRun(Delivery):
         # this delivery gets another one, too: the marker may say that the run of the first call has ended.
         if self.is_new_work or call.key in self.state.runs:
             header = header._replace(lineage=uuid())
+        self._requeue(call, header, policy.countdown, is_down=is_down)
+
+    def _requeue(self, call: Call, header: Header, countdown: float | None, *, is_down: bool = False) -> NoReturn:
+        """Publish the message; unless the server is down, store how often, and for ``buffer_one`` that it waits."""
+        self.state.requeued = again = publish(self._task, self._request, header, countdown)
+        self._close(withdraws=False)
         if is_down:
-            self._publish(header, policy.countdown)
             raise Ignore
-        self._publish_again(call, header, policy.countdown)
+        with redelivery.suppress_trouble(self.work.id):
+            milliseconds, beside = round(remembered_for(self.app) * 1000), (self.marker(call.key),)
+            noted = evaluate(redelivery.REQUEUED, call.key, header.times + 1, milliseconds, beside=beside)
+            drive(call.server.client, noted)
+            if header.trigger is not None:
+                most = longest_wait(self.app, inf, again.options.get("expires"), None)
+                eta = again.options.get("countdown")
+                coalescing.note_published(call, self.app, header.trigger, most, eta, is_requeued=True)
+        raise Ignore
 
-    def _publish(self, header: Header, countdown: float | None) -> None:
-        self.state.requeued = publish(self._task, self._request, header, countdown)
-        self._end_delivery(withdraws=False)
+    def _drop(self, call: Call, reason: str, *, is_done: bool = False) -> NoReturn:
+        """Drop the message without a run, and log why.
 
-    def _end_delivery(self, *, withdraws: bool) -> None:
+        Args:
+            call: the call.
+            reason: why, for the log.
+            is_done: whether the work is done. Then the task's key is withdrawn, so that no call that has taken it over
+                stores the task's value again. Else another message of the work has the key, or waits for it.
+        """
+        self._close(withdraws=is_done)
+        extra = {"only_one_key": call.key}
+        log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra=extra)
+        raise Ignore
+
+    def _close(self, *, withdraws: bool) -> None:
         """Let no later call in the delivery run, and no ``self.retry()`` publish: a base may catch the ``Ignore``."""
         self.state.is_over, self.state.withdraws = True, withdraws
         if not withdraws:
             self.state.markers = []  # another message does the work, and no result of an earlier call in it is stored
         self._request.called_directly = True  # then `self.retry()` raises its error again
 
-    def _publish_again(self, call: Call, header: Header, countdown: float | None) -> NoReturn:
-        """Publish the message; store in the completion marker how often, and for ``buffer_one`` that it is pending.
-
-        Raises:
-            Ignore: so that this delivery ends without a result.
-        """
-        self._publish(header, countdown)
-        with redelivery.unless_down(self.work.id):
-            milliseconds, beside = round(remembered_for(self.app) * 1000), (self.marker(call.key),)
-            noted = evaluate(redelivery.REQUEUED, call.key, header.times + 1, milliseconds, beside=beside)
-            drive(call.server.client, noted)
-            if header.trigger is not None:
-                options = self.state.requeued.options
-                most = longest_wait(self.app, inf, options.get("expires"), None)
-                coalescing.note_published(
-                    call, self.app, header.trigger, most, options.get("countdown"), is_requeued=True
-                )
-        raise Ignore
-
     def claim_work(self, call: Call) -> bool:
-        """Whether the work is still to be done, now that the key is ours.
+        """Whether the work is still to be done, now that the key is ours: ``buffer_one`` drops it for newer work.
 
         Raises:
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
@@ -411,43 +411,40 @@ class TaskRun(Delivery):
         if self.header.key in (None, call.key):
             self.state.withdraws = False
         # If this delivery has called the function before, the completion marker may be that of the earlier call.
-        is_first_call = call.key not in self.state.runs
-        may_be_redelivery = is_first_call and not self.is_new_work
-        with redelivery.unless_down(self.work.id):
-            if may_be_redelivery and self._wait_for_result(call).ended:
+        may_be_redelivery = not self.is_new_work and call.key not in self.state.runs
+        is_superseded = False
+        with redelivery.suppress_trouble(self.work.id):
+            if may_be_redelivery and self._end_if_run_has_ended(call).ended:
                 log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.work.id)
             if isinstance(call.options.when_busy, BufferOne):
                 trigger = self.arrive(call, call.token.decode(), begins=True)
-                self.is_superseded = not trigger
+                is_superseded = not trigger
                 if self.header.trigger is None and trigger:  # another decorator of it would give it a later number
                     self._carry(self.header._replace(trigger=trigger))
-        if not self.is_superseded:
+        if not is_superseded:
             self.state.runs[call.key] = self.decoration
-        return not self.is_superseded
+        return not is_superseded
 
-    def _wait_for_result(self, call: Call) -> redelivery.CompletionMarker:
-        """End this delivery if its run has ended, and has stored its result or may yet store it.
+    def _end_if_run_has_ended(self, call: Call) -> redelivery.CompletionMarker:
+        """Drop the message if its run has stored its result; requeue it if the run has ended and may yet store it.
 
         Returns:
             The completion marker, if the delivery goes on.
-
-        Raises:
-            Ignore: the message is dropped, or requeued until the result is stored.
         """
-        marker = self._check_marker(call)
+        marker = self._drop_if_needless(call)
         if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
-            self._publish_again(call, self.header, None)
+            self._requeue(call, self.header, None)
         return marker
 
-    def _check_marker(self, call: Call, waits: float = 0) -> redelivery.CompletionMarker:
-        """Read the completion marker of this work, and drop this delivery if it has no work to do.
+    def _drop_if_needless(self, call: Call, waits: float = 0) -> redelivery.CompletionMarker:
+        """Drop the message if the result of its run is stored, or if it was requeued more often.
 
         Args:
             call: the call.
             waits: seconds for which the run that holds the key is asked to tell of its end; 0 if it is not.
 
-        Raises:
-            Ignore: if this delivery is dropped: its run has ended, or its message was requeued more often.
+        Returns:
+            The completion marker of its work, if the delivery goes on.
         """
         marker = drive(call.server.client, redelivery.read_marker(call.key, self.marker(call.key), waits))
         if marker.is_stored:
@@ -455,23 +452,6 @@ class TaskRun(Delivery):
         if self.header.times < marker.times:
             self._drop(call, "a later message waits")
         return marker
-
-    def _drop(self, call: Call, reason: str, *, is_done: bool = False) -> NoReturn:
-        """End this delivery without a run, and log why.
-
-        Args:
-            call: the call.
-            reason: why, for the log.
-            is_done: whether the work is done. Then the task's key is withdrawn, so that no call that has taken it over
-                stores the task's value again. Else another message of the work has the key, or waits for it.
-
-        Raises:
-            Ignore: always.
-        """
-        self._end_delivery(withdraws=is_done)
-        extra = {"only_one_key": call.key}
-        log(INFO, "redelivery of %s[%s] dropped: %s", self.name, self.header.id, reason, extra=extra)
-        raise Ignore
 
     def _carry_key(self, call: Call) -> None:
         """Put a unique task's key into its header, if its message has none: it was published without a key."""
@@ -487,16 +467,18 @@ class TaskRun(Delivery):
     def can_take_queued(self, call: Call, value: bytes) -> bool:  # noqa: ARG002
         """Whether the key may be taken over from ``value``, a task that is queued: not from a retry of this task."""
         queued = work_held_by(Holder.parse(value))
-        return queued is None or queued.id != self.work.id or queued <= self.work
+        is_retry_of_it = queued is not None and queued.id == self.work.id and queued > self.work
+        return not is_retry_of_it
 
     def at_end(self, call: Call) -> AtEnd:
         """The retained value for a retry, and the marker that tells redeliveries that the run has ended."""
-        if call.key in self.state.runs:
-            self.state.runs[call.key] = None
         marker = None
         # A redelivery of a task that is superseded finds that out by itself, and stores the result if this one cannot.
-        if self._task.acks_late and not self.is_superseded:
-            marker = redelivery.marker_update(self._task, self.marker(call.key), call.ended_by, now() - self._began)
+        if self.state.runs.get(call.key) is not None:
+            self.state.runs[call.key] = None
+            if self._task.acks_late:
+                name, seconds = self.marker(call.key), now() - self._began
+                marker = redelivery.marker_update(self._task, name, call.ended_by, seconds)
         return self.retained_value(call), marker
 
     def on_marked(self, call: Call) -> None:

@@ -242,7 +242,7 @@ def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     request, error = task.request, sys.exc_info()[1]
     delivery_state = state_of(request)
     for server, key, marker in delivery_state.markers if _is_stored(task, state, error) else ():
-        with redelivery.unless_down(request.id):
+        with redelivery.suppress_trouble(request.id):
             drive(server.client, evaluate(redelivery.STORED, key, beside=(marker,)))
     # A signal handler, `before_start` or a base class may have prevented the run. An eager task was never queued.
     if delivery_state.withdraws and not request.is_eager:

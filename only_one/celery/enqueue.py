@@ -229,7 +229,7 @@ class Publication(TaskCaller):
         result = self._publish(Header(self.id, 0, key=call.key, trigger=trigger, replacement=replacement))
         # A task's own `apply_async` may have run the task, have given it another id, or not have published it yet.
         if getattr(result, "id", None) == self.id and not isinstance(result, EagerResult):
-            with redelivery.unless_down(self.id):
+            with redelivery.suppress_trouble(self.id):
                 coalescing.note_published(call, self.app, trigger, most, eta)
         return result
 

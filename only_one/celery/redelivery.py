@@ -112,7 +112,7 @@ def _is_replaced(ended_by: BaseException) -> bool:
 
 
 @contextmanager
-def unless_down(task_id: str) -> Iterator[None]:
+def suppress_trouble(task_id: str) -> Iterator[None]:
     """A block that is left with a log line if the server does not answer, or refuses: the caller goes on without it."""
     try:
         yield
