@@ -18,11 +18,11 @@ from redis.exceptions import ResponseError
 from only_one.call.effective_options import Call, EffectiveOptions
 from only_one.clock import now
 from only_one.connections.server import Server
-from only_one.driver import TROUBLE, drive
+from only_one.driver import TROUBLE, Commands, drive
 from only_one.events import warn_once
 from only_one.forks import in_each_child
 from only_one.holder import Holder, Work, is_queued, task_id_of, work_held_by
-from only_one.lock.commands import replace
+from only_one.lock.commands import ReleaseResult, replace
 from only_one.lock.lease import Lease
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import hold, release_at_exit, release_later
@@ -82,8 +82,9 @@ class _WaitingLease(Lease):
             self.renew_at = self.ends_at
 
     def lose(self, reason: str, value: bytes = b"") -> str:
-        """Note that the key is lost. Exception: the run of another task has it, and stores this lease's value later."""
-        if reason == "taken" and task_id_of(value) != task_id_of(self.token):
+        """Note that the key is lost. Exception: a run of another task has it, and owes it to this one."""
+        is_owed = reason == "taken" and task_id_of(value) != task_id_of(self.token)
+        if is_owed:
             self.lives_on(now(), self.ttl)
             return ""
         return super().lose(reason, value)
@@ -121,32 +122,40 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
 
 def _store_received(delivery: Delivery, options: EffectiveOptions, server: Server, consumer: Any, request: Any) -> None:
     """Store the value of a received task at the key with which it was queued, and renew it while the task waits."""
-    header, work = delivery.header, delivery.work
-    # Without both, the task was queued without its key, or its message was requeued.
-    key = delivery.key if header.token or header.attempt else None
-    if key is None:
+    key, header = delivery.key, delivery.header
+    was_queued_with_key = header.token or header.attempt  # else it was queued without, or its message was requeued
+    if key is None or not was_queued_with_key:
         return
-    lease = _WaitingLease(server, key, options.queue_timeout, request, work)
-    seconds = min(DEFAULT_LEASE + longest_wait(request.app, 0, None, request.eta), lease.may_wait())
+    lease = _WaitingLease(server, key, options.queue_timeout, request, delivery.work)
+    until_it_may_begin = longest_wait(request.app, 0, None, request.eta)
+    seconds = min(until_it_may_begin + DEFAULT_LEASE, lease.may_wait())
     if seconds <= 0:  # it has expired
         return
     # Many tasks with an `eta` may wait here: none is renewed before it may begin.
     lease.lives_on(lease.asked_at + seconds - lease.ttl, lease.ttl)
     # Also if the server is away: `begun_request` looks for the request of a killed run here.
     _waiting[lease.token] = lease
-    became = drive(server.client, replace(key, delivery.queued or b"", lease.token, seconds))
-    held = work_held_by(Holder.parse(became.value))
-    if held is not None and held.id == work.id:  # by a retry, by an earlier worker, or by the previous attempt
-        if is_queued(became.value) and held == work:
-            became = drive(server.client, replace(key, became.value, lease.token, seconds))
-        elif held < work:  # the previous attempt has not ended yet
-            consumer.timer.call_after(1, _look_again, (consumer, request))
-    if became.status == "held":
+    replaced = drive(server.client, _replace_queued(key, delivery, lease.token, seconds))
+    if replaced.status == "held":
         delivery.header = header._replace(token=lease.token.decode())
         request.request_dict.update(delivery.header.as_headers())
         hold(lease)
-    elif lease.lose(became.status, became.value):
+        return
+    held = work_held_by(Holder.parse(replaced.value))
+    is_previous_attempt = held is not None and held.id == delivery.work.id and held < delivery.work
+    if is_previous_attempt:  # which has not ended yet
+        consumer.timer.call_after(1, _look_again, (consumer, request))
+    if lease.lose(replaced.status, replaced.value):
         _waiting.pop(lease.token, None)
+
+
+def _replace_queued(key: str, delivery: Delivery, token: bytes, seconds: float) -> Commands[ReleaseResult]:
+    """Store a token in place of a task's queued value: of that which its message has, or of that which is there."""
+    replaced = yield from replace(key, delivery.queued or b"", token, seconds)
+    if is_queued(replaced.value) and work_held_by(Holder.parse(replaced.value)) == delivery.work:
+        # It was stored by a retry, or by an earlier worker.
+        replaced = yield from replace(key, replaced.value, token, seconds)
+    return replaced
 
 
 def _look_again(consumer: Any, request: Any) -> None:
@@ -156,15 +165,16 @@ def _look_again(consumer: Any, request: Any) -> None:
 
 
 def _end_wait(token: bytes, release: Callable[[PendingRelease], None] = release_later) -> None:
-    """Forget a task that has ended, or that is no worker's: Celery ends, or has lost its connection to the broker.
+    """Forget a task that has ended, or that no worker has any more: this is stored in the background.
 
-    The latter is stored in the background. The broker delivers the message again, soon or late, and perhaps to another
-    worker.
+    No worker has it if Celery ends, or has lost its connection to the broker. The broker delivers the message again,
+    soon or late, and perhaps to another worker.
     """
     lease = _waiting.pop(token, None)
     if lease is None or lease.reason is not None:  # this was done, or the key is lost
         return
-    if lease.request() is not None or not lease.message.acknowledged:  # else the task has ended
+    has_ended = lease.request() is None and lease.message.acknowledged
+    if not has_ended:
         release(lease.end_of_wait())
 
 
@@ -177,11 +187,10 @@ def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, server: 
     is_redelivery = request.task.acks_late and request.delivery_info["redelivered"]
     if not is_redelivery or redelivers_at_any_time(request.app):
         return
-    key = delivery.key
-    if key is None:
-        with suppress(Exception):  # of arguments that have no key until they are changed on their way to the run
-            # If it is not the run's, it does no harm.
-            key = key_of_arguments(request.task, delivery.decoration, options.prefix, request.args, request.kwargs)
+    key, task = delivery.key, request.task
+    with suppress(Exception):  # of arguments that have no key until they are changed on their way to the run
+        # If it is not the run's, it does no harm.
+        key = key or key_of_arguments(task, delivery.decoration, options.prefix, request.args, request.kwargs)
     if key is not None:
         drive(server.client, read_marker(key, delivery.marker(key), waits=remembered_for(request.app)))
 
