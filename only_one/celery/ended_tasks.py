@@ -62,30 +62,34 @@ def withdraw(task: Any, request: Any, app: Any = None, *, is_retried: bool = Fal
         app: the worker's app, if there is no task.
         is_retried: whether a retry of it waits, to which value and number belong: then only the note is left.
     """
-    header, work = header_of(request), work_of(request)
-    key, decorations = header.key, decorations_of(task) if task else []
-    decoration = next((each for each in decorations if each.is_unique), None)
-    # The header has no key if Celery has sent the message again because a process was lost, or if the task's own
-    # `apply_async` has given the task another id. The task was queued with the key of these arguments, also if the run
-    # would have another; and a value of other work is left alone.
-    if decoration is not None and key is None:
-        with suppress(Exception):  # of arguments that have no key, either
-            prefix = decoration.options_for(decoration.plain).prefix
-            key = key_of_arguments(task, decoration, prefix, request.args, request.kwargs)
+    header, work, app = header_of(request), work_of(request), app or task.app
+    unique = next((each for each in (decorations_of(task) if task else ()) if each.is_unique), None)
+    key = header.key or _key_at_queueing(task, unique, request)
     if key is None:
         return
-    if decoration is not None:
-        options = decoration.options_for(decoration.plain)
-    else:  # it is unique in another version of the code; the server that its decorator names is not known here
-        options = effective_options({}, *app_options(app or task.app))
+    # If the task is unique in another version of the code only, the server that its decorator names is not known here.
+    options = unique.options_for(unique.plain) if unique else effective_options({}, *app_options(app))
     if options.server is None:
         return
-    lasts = longest_wait(app or task.app, options.queue_timeout, request.expires, request.eta)
+    lasts = longest_wait(app, options.queue_timeout, request.expires, request.eta)
     until, note = now() + max(lasts, options.queue_timeout), note_of(key, *work)
     # No value has the name of a note in it, so none is deleted.
     words, number = (note.encode(), None) if is_retried else (words_of(*work), header.trigger)
     triggers = coalescing.triggers_of(key)
     release_later(Withdrawal(options.server, key, words, until, note=note, triggers=triggers, number=number))
+
+
+def _key_at_queueing(task: Any, unique: Decoration | None, request: Any) -> str | None:
+    """The key with which a unique task was queued, also if its run would have another; None if there is none.
+
+    The header has no key if Celery has sent the message again because a process was lost, or if the task's own
+    ``apply_async`` has given the task another id. If the key holds a value of other work, that is left alone.
+    """
+    with suppress(Exception):  # of arguments that have no key, either
+        if unique is not None:
+            prefix = unique.options_for(unique.plain).prefix
+            return key_of_arguments(task, unique, prefix, request.args, request.kwargs)
+    return None
 
 
 def release_when_dead(task: Any, args: Any, kwargs: Any, request: Any) -> None:
@@ -258,7 +262,8 @@ def _is_stored(task: Any, state: Any, error: BaseException | None) -> bool:
     """
     if error is not None and not isinstance(error, Exception):
         return False
-    has_failed = state == FAILURE or (state == SUCCESS and error is not None and not isinstance(error, Reject))
+    storing_failed = error is not None and not isinstance(error, Reject)
+    has_failed = storing_failed if state == SUCCESS else state == FAILURE
     return not has_failed or redelivery.acks_failures(task)
 
 

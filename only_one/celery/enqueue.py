@@ -92,15 +92,14 @@ class Publication(TaskCaller):
         if self._needs_no_key():
             return self._publish()
         options = decoration.options_for(self)
-        delay, expires = given.get("countdown") or given.get("eta"), given.get("expires", self._task.expires)
-        seconds = longest_wait(self.app, options.queue_timeout, expires, delay)
+        eta, expires = given.get("countdown") or given.get("eta"), given.get("expires", self._task.expires)
+        seconds = longest_wait(self.app, options.queue_timeout, expires, eta)
         only_newest = isinstance(options.when_busy, BufferOne)
-        # A task that is called with one of these options has somebody who waits for it: it is always published, and the
-        # worker decides.
+        # A task that somebody waits for is always published, and the worker decides.
         is_waited_for = any(given.get(each) for each in ("task_id", "link", "link_error", "chain", "chord", "group_id"))
         is_expired = seconds * 1000 < 1  # the worker revokes it
-        always = is_expired or (is_waited_for and not only_newest)
-        if options.server is None or always:
+        needs_no_key = is_expired or (is_waited_for and not only_newest)
+        if options.server is None or needs_no_key:
             return self._publish()
         args, kwargs = self._as_sent()
         key = options.prefix + decoration.make_key(self, args, kwargs)
@@ -112,16 +111,16 @@ class Publication(TaskCaller):
         if not is_waited_for:
             with suppress(OnlyOneError):  # its arguments cannot be compared
                 digest = decoration.digest(args, kwargs)
-        return self._queue_newest(call, digest, seconds, delay, is_waited_for=is_waited_for)
+        return self._queue_newest(call, digest, seconds, eta, is_waited_for=is_waited_for)
 
     def _needs_no_key(self) -> bool:
         """Whether the call is the running task's retry or replacement, is refused by Celery, or runs at once."""
         task = current_task() if self._options.get("replaced_task_nesting") else None
         is_replacement = task is not None and str(task.request.id) == self.id
-        is_sent_again = self._options.get("retries") or is_replacement
-        are_accepted = isinstance(self._args or (), (list, tuple)) and isinstance(self._kwargs or {}, Mapping)
+        is_sent_again = bool(self._options.get("retries")) or is_replacement
+        is_refused = not (isinstance(self._args or (), (list, tuple)) and isinstance(self._kwargs or {}, Mapping))
         # An item of `conf`, because an attribute takes twice as long.
-        return bool(is_sent_again or not are_accepted or self.app.conf["task_always_eager"])
+        return is_sent_again or is_refused or bool(self.app.conf["task_always_eager"])
 
     def on_busy(self, call: Call, value: bytes) -> Policy:
         """The policy for a duplicate; if none is configured, the function that returns the existing task's result."""

@@ -152,8 +152,8 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
 def _replace_queued(key: str, delivery: Delivery, token: bytes, seconds: float) -> Commands[ReleaseResult]:
     """Store a token in place of a task's queued value: of that which its message has, or of that which is there."""
     replaced = yield from replace(key, delivery.queued or b"", token, seconds)
-    if is_queued(replaced.value) and work_held_by(Holder.parse(replaced.value)) == delivery.work:
-        # It was stored by a retry, or by an earlier worker.
+    is_of_this_task = work_held_by(Holder.parse(replaced.value)) == delivery.work
+    if is_of_this_task and is_queued(replaced.value):  # it was stored by a retry, or by an earlier worker
         replaced = yield from replace(key, replaced.value, token, seconds)
     return replaced
 

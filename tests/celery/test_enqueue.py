@@ -7,7 +7,7 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import date, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from json import loads
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,6 @@ from pydantic import BaseModel
 
 from only_one import AlreadyRunning, Busy, LockUnavailable, configure, current_lock
 from only_one.celery.coalescing import triggers_of
-from only_one.celery.queue_timeout import longest_wait
 from only_one.celery.requeue import Header
 from only_one.holder import task_id_of
 from only_one.lock import renewal
@@ -261,22 +260,6 @@ def test_how_long_the_key_of_a_queued_task_lives(
     task.apply_async(expires=100_000)
     assert keys.lives_for(seconds)
     assert len(queue) == 1
-
-
-@pytest.mark.parametrize("begun", ["2026-11-01T05:45+00:00", "2027-03-14T06:45+00:00"], ids=["autumn", "spring"])
-def test_a_time_beyond_a_change_of_the_clocks(queue: Queue, monkeypatch: pytest.MonkeyPatch, begun: str) -> None:
-    """A time without a zone is UTC's, for Celery."""
-    moment = datetime.fromisoformat(begun)
-    queue.app.conf.timezone = "America/New_York"
-    monkeypatch.setattr(queue.app, "now", lambda: moment.astimezone(queue.app.timezone))
-    assert longest_wait(queue.app, 600, (moment + timedelta(minutes=30)).replace(tzinfo=None), None) == 1800
-
-
-def test_how_long_a_task_is_waited_for_to_the_second_and_until_a_date(queue: Queue, keys: Keys) -> None:
-    for expires, until, seconds in ((None, None, 600), (None, 60, 660), (None, -60, 600), (0, 60, 0), (60, None, 60)):
-        assert longest_wait(queue.app, 600, expires, until) == seconds
-    unique(queue.app, "k").apply_async(eta=date.today() + timedelta(days=10))  # noqa: DTZ011 - in the app's zone
-    assert 8 * 86_400 < keys.left() < 12 * 86_400
 
 
 def test_a_task_that_has_expired_already_keeps_no_other_from_its_queue(queue: Queue) -> None:
