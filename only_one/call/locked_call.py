@@ -61,20 +61,20 @@ class LockedCall(Call):
     lost: LockLost | None = None
     pause = 0.0
     has_succeeded = False
-    # Whether a SET that stores the token may arrive after the call, because it was sent twice.
-    _may_come_late = False
-    # The value of the queued task from which the key was taken over.
-    _owed: Retained | None = None
-    # The value that the release stores in place of the token.
-    _retained: Retained | None = None
     # Whether the key may be ours, is ours, or will be kept in the background; None once nothing is left to do.
     _stage: Literal["asked", "held", "kept later"] | None = "asked"
+    # From the acquire: the value of the queued task from which the key was taken over.
+    _owed: Retained | None = None
+    # From the reply on: whether a SET of the token may arrive after the call, because it was sent twice.
+    _may_come_late = False
+    # From the release on: the value that it stores in place of the token.
+    _retained: Retained | None = None
 
     def __init__(self, options: EffectiveOptions, server: Server, key: str, caller: Caller) -> None:
         super().__init__(options, server, key)
         self.caller = caller
         self.token = caller.token_factory.token(options.timeout)
-        self._unanswered = unanswered.get()
+        self._unanswered_before = unanswered.get()
         self._asked_at = now()  # before SET, so the holder never takes the key for its own after the expiry
 
     def __enter__(self) -> None:
@@ -160,7 +160,7 @@ class LockedCall(Call):
 
         If not, ``pause`` says when the key is asked for again; if it is 0, ``result`` is the result of the call.
         """
-        self._may_come_late = unanswered.get() != self._unanswered
+        self._may_come_late = unanswered.get() != self._unanswered_before
         if isinstance(acquired, bytes):
             if self._may_come_late:
                 self.clean_up()
@@ -231,28 +231,20 @@ class LockedCall(Call):
         self.lease.lose("released")  # from here on no loss is noted
         for_retry, marker = self.caller.at_end(self)
         self._retained = self._to_retain(for_retry)
-        result: ReleaseResult | None = None
-        # A release that is sent twice may itself have deleted the key that it finds missing. The call's other commands
-        # cannot, so it does not count if one of them got no answer.
-        self._unanswered = unanswered.get()
+        result: ReleaseResult | None
+        unanswered_before = unanswered.get()  # the other commands of the call cannot have deleted the key
         try:
             result = yield from end(self.server.features, self.key, self.token, self._retained, marker)
-            is_marked = result.has_redeliveries or result.status != "held"
-            if marker and is_marked:
-                self.caller.on_marked(self)
-            # A key that expired while it was released is not lost: its retained value must still be stored.
-            has_expired = result.status == "gone" and now() > self.lease.expires_at
-            was_deleted = self.lost is not None and self.lost.reason == "deleted"
-            must_store = has_expired and not was_deleted
-            if self._retained and must_store:
-                result = None
         except Exception as error:
             if is_of_signal_handler(error):
                 raise
-            if marker is None and is_of_another_type(error):
-                result = ReleaseResult("taken")
+            result = ReleaseResult("taken") if marker is None and is_of_another_type(error) else None
             log(level_of(error), "%s could not be released: %s", self.key, error)
-        self._finish_release(result)
+        else:
+            is_marked = result.has_redeliveries or result.status != "held"
+            if marker and is_marked:
+                self.caller.on_marked(self)
+        self._finish_release(result, was_sent_twice=unanswered.get() != unanswered_before)
 
     def _to_retain(self, for_retry: Retained | None) -> Retained | None:
         """The value to store in place of the token: of a run that has succeeded, an owed one, or that of a retry.
@@ -288,17 +280,27 @@ class LockedCall(Call):
         # Last, so that `__exit__` cleans up again if a signal handler has raised an exception meanwhile.
         self._stage = "kept later" if retained else None
 
-    def _finish_release(self, result: ReleaseResult | None) -> None:
-        """Finish the call after its release, whose result is None if it is not known."""
-        if result is None:
+    def _finish_release(self, result: ReleaseResult | None, *, was_sent_twice: bool = False) -> None:
+        """Finish the call after its release.
+
+        Args:
+            result: the result of the release; None if no reply has told it.
+            was_sent_twice: whether a key that is missing may have been deleted by the first of two releases.
+        """
+        is_missing = result is not None and result.status == "gone"
+        has_expired = is_missing and now() >= self.lease.expires_at
+        # A key that expired while it was released is not lost: its retained value must still be stored. A key that
+        # somebody has deleted during the run stays free.
+        was_deleted_before = self.lost is not None and self.lost.reason == "deleted"
+        must_store = self._retained is not None and has_expired and not was_deleted_before
+        outcome: Any = "unknown"
+        if result is None or must_store:
             self.clean_up(no_write_in_flight=True, retained=self._retained)
         else:
-            is_gone = result.status == "gone"
-            # Else the first of two releases may have deleted the key, or the key may have expired.
-            was_deleted = is_gone and unanswered.get() == self._unanswered and now() < self.lease.expires_at
-            is_lost = was_deleted or result.status == "taken"
-            if self.lost is None and is_lost:
-                reason = "deleted" if was_deleted else "taken"
+            outcome = result.status
+            is_deleted_by_another = is_missing and not has_expired and not was_sent_twice
+            reason = "deleted" if is_deleted_by_another else result.status
+            if self.lost is None and reason in ("deleted", "taken"):
                 self.lost = LockLost(self.key, reason, result.value.decode(errors="backslashreplace"))
                 self._tell_loss(self.lost)
             self._stage = None
@@ -307,7 +309,6 @@ class LockedCall(Call):
         let_go(self.lease)
         if self.lost is None:
             self.lease.on_loss.clear()  # it refers to this call, whose result would live until garbage is collected
-        outcome: Any = "unknown" if result is None else result.status
         is_kept = self._retained is not None and self._retained.note is None  # a note: the value of a task that waits
         outcome = "kept" if is_kept and outcome == "held" else outcome
         emit(Released, self.key, self.caller.name, outcome, now() - self._asked_at)
