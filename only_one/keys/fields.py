@@ -1,4 +1,4 @@
-"""The fields of a key template, such as ``{name}``, ``{md5}`` and ``{user.id}``: checked, read and escaped.
+"""The fields of a key template, such as ``{name}``, ``{md5}`` and ``{user.id}``: checked, read and formatted.
 
 A field has the value of a parameter, however the argument is given: ``f(1)``, ``f(a=1)`` and ``f(1, b=2)`` have the
 same key if the default of ``b`` is 2.
@@ -6,7 +6,6 @@ same key if the default of ``b`` is 2.
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from inspect import BoundArguments, Parameter, Signature
@@ -15,22 +14,20 @@ from typing import Any, NamedTuple
 
 from only_one.errors import UnkeyableArgument
 
-from .digest import UnknownType, digest, plain, type_name, utf8
+from .digest import UnknownType, digest, plain, type_name
 
-MakeKey = Callable[[str, tuple[Any, ...], Mapping[str, Any]], str]
-"""A function from the name of the task or function, and the call's arguments, to the call's key or a part of it."""
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+FieldText = Callable[[str, Args, Kwargs], str]
+"""A function that gives a field's text for one call: it takes the name of the task or function, and the arguments."""
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
-RESERVED = frozenset("{}%")
-"""The characters that are escaped in every value: braces would move keys to another slot of a cluster."""
-
-_LONGEST = 200
-"""The most characters of an escaped text. A longer one is cut to its first 40 characters and its MD5."""
-
 _STEP = r"\.([^.\[\]]+)|\[([^\[\]]+)\]"
 _OWN = ("name", "md5")
+_DIGEST = ":md5"  # the format that is our own
 _TEXTUAL = (str, bytes, int, float, type(None), PurePath)
 _IDENTITIES = ("id", "pk", "uuid", "key", "name")
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {"": lambda value: value, "!r": repr, "!s": str, "!a": ascii}
@@ -78,7 +75,7 @@ class Arguments:
         example.arguments = {name: None for name, each in self.call.parameters.items() if each.kind in kinds}
         return example
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundArguments:
+    def bind(self, args: Args, kwargs: Kwargs) -> BoundArguments:
         """The call with every default applied.
 
         Raises:
@@ -92,7 +89,7 @@ class Arguments:
         bound.apply_defaults()
         return bound
 
-    def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    def values(self, args: Args, kwargs: Kwargs) -> list[Any]:
         """Every parameter's value, in the order of the signature.
 
         Raises:
@@ -123,7 +120,8 @@ def field_problem(field: Field, arguments: Arguments) -> str | None:
         return None if field == (path, "", "") else f"{field} takes no conversion and no format, {advice}"
     if not re.fullmatch(rf"[^.\[\]]+({_STEP})*", path):
         return f"{field} names no parameter, write one of {_choices(arguments)}"
-    if any(word.startswith("_") for step in [(parameter, ""), *re.findall(_STEP, path)] for word in step):
+    names = [parameter, *(name for step in re.findall(_STEP, path) for name in step)]
+    if any(name.startswith("_") for name in names):
         return f"{field} has a name that begins with an underscore, write a public one or key=callable"
     if parameter in _OWN:
         return f"{{{parameter}}} is no parameter but only_one's own: rename the parameter, or write key=callable"
@@ -143,35 +141,37 @@ def _choices(arguments: Arguments, missing: str = "name") -> str:
     return ", ".join(f"{{{name}}}" for name in (*_OWN, *names))
 
 
-def make_text(field: Field, arguments: Arguments, escape: Callable[[str], str]) -> MakeKey:
-    """The function that gives the text of a field in which ``field_problem`` sees no problem."""
+def compile_field(field: Field, arguments: Arguments, escape: Callable[[str], str]) -> FieldText:
+    """Prepare a field in which ``field_problem`` sees no problem: the function that gives its text."""
     if field.path == "name":
         return lambda name, _args, _kwargs: escape(name)
     if field.path == "md5":
         return _text_of_all(arguments)
     serialize, steps = _serializer(field, escape), re.findall(_STEP, field.path)
-    read: Callable[[Any], str] = (lambda value: serialize(_follow(field, steps, value))) if steps else serialize
+    to_text: Callable[[Any], str] = (lambda value: serialize(_follow(field, steps, value))) if steps else serialize
     name, parameters, missing = field.parameter, arguments.call.parameters, Parameter.empty
     kind, default = parameters[name].kind, parameters[name].default
-    position = list(parameters).index(name) if kind in BY_POSITION else sys.maxsize
-    keyword: Any = name if kind in BY_NAME else None  # no argument has the name None
+    by_position, by_name, position = kind in BY_POSITION, kind in BY_NAME, list(parameters).index(name)
 
-    def text(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        value = args[position] if position < len(args) else kwargs.get(keyword, default)
-        if value is missing:
+    def text(_name: str, args: Args, kwargs: Kwargs) -> str:
+        if by_position and position < len(args):
+            value = args[position]
+        else:
+            value = kwargs.get(name, default) if by_name else default
+        if value is missing:  # for `*args` and `**kwargs`, too, which have no default
             value = arguments.bind(args, kwargs).arguments[name]
         try:
-            return read(value)
+            return to_text(value)
         except UnknownType as error:
             raise _no_digest(name, error, _identity(field.path, _follow(field, steps, value))) from None
 
     return text
 
 
-def _text_of_all(arguments: Arguments) -> MakeKey:
+def _text_of_all(arguments: Arguments) -> FieldText:
     """The function that gives the text of ``{md5}``."""
 
-    def text(_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def text(_name: str, args: Args, kwargs: Kwargs) -> str:
         values = arguments.values(args, kwargs)
         try:
             return digest(values)
@@ -206,10 +206,12 @@ def _unkeyable(problem: str, instead: str) -> UnkeyableArgument:
 
 def _serializer(field: Field, escape: Callable[[str], str]) -> Callable[[Any], str]:
     """The function that makes text of the value at the field's path."""
-    if field.spec == ":md5":
+    if field.spec == _DIGEST:
         return (lambda value: digest(_formatted(field, "", value))) if field.conversion else digest
-    as_it_is, spec = not field.spec and not field.conversion, field.spec[1:]
-    return lambda value: escape(value if as_it_is and type(value) is str else _formatted(field, spec, value))
+    if field.spec or field.conversion:
+        spec = field.spec[1:]
+        return lambda value: escape(_formatted(field, spec, value))
+    return lambda value: escape(value if type(value) is str else _formatted(field, "", value))
 
 
 def _follow(field: Field, steps: list[tuple[str, str]], value: Any) -> Any:
@@ -232,16 +234,21 @@ def _has_stable_text(value: object) -> bool:
     return not isinstance(value, Iterable) and type(value).__str__ is not object.__str__
 
 
+def _no_text(field: Field, value: object) -> UnkeyableArgument:
+    by_digest = ""
+    with suppress(UnknownType):
+        digest(value)
+        by_digest = f"{{{field.path}{_DIGEST}}}, or "
+    problem = f"the parameter {field.parameter!r} is a {type_name(value)}, which has no stable text"
+    return _unkeyable(problem, f"write {by_digest}{_identity(field.path, value)}key=callable")
+
+
 def _formatted(field: Field, spec: str, value: object) -> str:
+    """The text of a value, by the field's conversion and the format ``spec``."""
     value = plain(value)
     is_textual = isinstance(value, _TEXTUAL)
     if not is_textual and not _has_stable_text(value):
-        problem = f"the parameter {field.parameter!r} is a {type_name(value)}, which has no stable text"
-        by_digest = ""
-        with suppress(UnknownType):
-            digest(value)
-            by_digest = f"{{{field.path}:md5}}, or "
-        raise _unkeyable(problem, f"write {by_digest}{_identity(field.path, value)}key=callable")
+        raise _no_text(field, value)
     if isinstance(value, bytes) and not field.conversion:
         value = repr(value)
     try:
@@ -255,26 +262,3 @@ def _formatted(field: Field, spec: str, value: object) -> str:
     if not is_textual and re.search(r"0x[0-9a-fA-F]{6,}", converted if field.conversion else text):
         raise UnknownType(type_name(value))
     return text
-
-
-def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:
-    """A function that percent-encodes reserved characters in a value, as in a URL, and shortens an overlong text.
-
-    Surrogates are encoded too, because no client can send them.
-    A shortened text has ``%~``, which no other escaped text has, so it differs from all others.
-
-    Args:
-        separators: the characters that end a value.
-    """
-    special = re.compile(f"[{re.escape(''.join(RESERVED.union(separators)))}\ud800-\udfff]")
-
-    def escape(text: str) -> str:
-        text = special.sub(percent_encoded, text) if special.search(text) else text
-        return text if len(text) <= _LONGEST else f"{text[:40]}%~{digest(text)}"
-
-    return escape
-
-
-def percent_encoded(match: re.Match[str]) -> str:
-    """The matched text, percent-encoded as in a URL."""
-    return "".join(f"%{byte:02X}" for byte in utf8(match[0]))

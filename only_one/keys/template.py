@@ -1,8 +1,11 @@
-"""Key templates such as ``{name}:{md5}``, and ``key=callable``: compiled once into a function that makes the key."""
+"""Key templates such as ``{name}:{md5}``, and ``key=callable``: compiled once into a function that makes the key.
+
+A text in a key is escaped, and shortened if it is overlong.
+"""
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from inspect import Parameter, Signature
 from string import Formatter
 from typing import Any
@@ -11,10 +14,17 @@ from only_one.errors import KeyTemplateError, UnkeyableArgument
 from only_one.option_values import is_async
 from only_one.signatures import signature
 
-from .fields import RESERVED, Arguments, Field, MakeKey, escaper, field_problem, make_text, percent_encoded
+from .digest import digest, utf8
+from .fields import Args, Arguments, Field, Kwargs, compile_field, field_problem
 
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
+MakeKey = Callable[[str, Args, Kwargs], str]
+"""A function that makes the key of a call: it takes the name of the task or function, and the call's arguments."""
+
+RESERVED = frozenset("{}%")
+"""The characters that are escaped in every value: braces would move keys to another slot of a cluster."""
+
+_LONGEST = 200
+"""The most characters of an escaped text. A longer one is cut to its first 40 characters and its MD5."""
 
 
 def compile_key(key: object, call: Signature) -> MakeKey:
@@ -148,7 +158,7 @@ def _template(template: str, arguments: Arguments) -> MakeKey:
     start, *tails = [re.sub("[{}\ud800-\udfff]", percent_encoded, literal) for literal in literals]
     if not fields:
         return lambda _name, _args, _kwargs: start
-    texts = [make_text(field, arguments, escape) for field in fields]
+    texts = [compile_field(field, arguments, escape) for field in fields]
     parts = list(zip(texts, tails, strict=True))
     named = [parts.pop(0)] if fields[0].path == "name" else []
     # The beginning of a key, up to the first field that is not `{name}`, is made once for each name.
@@ -169,3 +179,26 @@ def _separator_problem(left: Field, separator: str, right: Field) -> str | None:
     if separator[0] in RESERVED:
         return f"{separator[0]!r} cannot separate {left} from {right}, write {left}:{right}"
     return None
+
+
+def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:
+    """A function that percent-encodes reserved characters in a value, as in a URL, and shortens an overlong text.
+
+    Surrogates are encoded too, because no client can send them.
+    A shortened text has ``%~``, which no other escaped text has, so it differs from all others.
+
+    Args:
+        separators: the characters that end a value.
+    """
+    special = re.compile(f"[{re.escape(''.join(RESERVED.union(separators)))}\ud800-\udfff]")
+
+    def escape(text: str) -> str:
+        text = special.sub(percent_encoded, text) if special.search(text) else text
+        return text if len(text) <= _LONGEST else f"{text[:40]}%~{digest(text)}"
+
+    return escape
+
+
+def percent_encoded(match: re.Match[str]) -> str:
+    """The matched text, percent-encoded as in a URL."""
+    return "".join(f"%{byte:02X}" for byte in utf8(match[0]))
