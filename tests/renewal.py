@@ -45,7 +45,7 @@ def renew_now(*locks: Any) -> float:
     moment = now()
     for lock in locks:
         lock.renew_at = moment
-    renewal._renewer.see_to_it_by(-math.inf)
+    renewal._renewer.wake_by(-math.inf)
     return moment
 
 
@@ -82,7 +82,7 @@ def later(seconds: float) -> Iterator[None]:
     those = [module for module in modules if getattr(module, "now", None) is now]
     for module in those:
         module.now = lambda: now() + seconds
-    renewal._renewer.see_to_it_by(-math.inf)
+    renewal._renewer.wake_by(-math.inf)
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ def _wait_no_longer() -> None:
         node.backs_off_until = min(node.backs_off_until, now())
     for pending in list(renewal._renewer.pending_releases.values()):
         pending.try_at = min(pending.try_at, now())
-    renewal._renewer.see_to_it_by(-math.inf)
+    renewal._renewer.wake_by(-math.inf)
 
 
 def wait_for_another_attempt(key: str) -> None:

@@ -75,9 +75,9 @@ class _WaitingLease(Lease):
         queued = None if self.message.acknowledged else self._waiting_value(self.may_wait())
         return PendingRelease(self.server, self.key, self.token, self.expires_at, retained=queued)
 
-    def lives_on(self, sent: float, ttl: float) -> None:
+    def note_expiry(self, sent: float, ttl: float) -> None:
         """Note a renewal. The key is renewed no more once the task has ended."""
-        super().lives_on(sent, ttl)
+        super().note_expiry(sent, ttl)
         if self.message.acknowledged:  # Celery does not forget a task with an `eta` when it ends
             self.renew_at = self.ends_at
 
@@ -85,7 +85,7 @@ class _WaitingLease(Lease):
         """Note that the key is lost. Exception: a run of another task has it, and owes it to this one."""
         is_owed = reason == "taken" and task_id_of(value) != task_id_of(self.token)
         if is_owed:
-            self.lives_on(now(), self.ttl)
+            self.note_expiry(now(), self.ttl)
             return ""
         return super().lose(reason, value)
 
@@ -132,7 +132,7 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
     if seconds <= 0:  # it has expired
         return
     # Many tasks with an `eta` may wait here: none is renewed before it may begin.
-    lease.lives_on(lease.asked_at + seconds - lease.ttl, lease.ttl)
+    lease.note_expiry(lease.asked_at + seconds - lease.ttl, lease.ttl)
     # Also if the server is away: `begun_request` looks for the request of a killed run here.
     _waiting[lease.token] = lease
     replaced = drive(server.client, _replace_queued(key, delivery, lease.token, seconds))

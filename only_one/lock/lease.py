@@ -69,7 +69,7 @@ class Lease:
         self.ttl = ttl
         self.ends_at = asked_at + limit
         self.renews = ttl < limit
-        self.lives_on(asked_at, ttl)
+        self.note_expiry(asked_at, ttl)
         # A list of one function at most, because `pop` gives it to one thread only.
         self.on_loss: list[Callable[[LockLost], None]] = []
 
@@ -83,15 +83,15 @@ class Lease:
         """Seconds until the key expires, unless it is renewed; 0 once it is lost."""
         return max(0.0, self.expires_at - now()) if self.reason is None else 0.0
 
-    def lives_on(self, sent: float, ttl: float) -> None:
-        """Note that the server lets the key live for ``ttl`` seconds at least, by a command of the moment ``sent``."""
+    def note_expiry(self, sent: float, ttl: float) -> None:
+        """Note that the server lets the key live for ``ttl`` seconds at least, by a command that was sent then."""
         self.expires_at = max(self.expires_at, sent + ttl)
         # After a third of the time. A lease that lasts until the end is renewed no more.
         self.renew_at = sent + ttl / 3 if self.renews and self.expires_at < self.ends_at else self.ends_at
 
-    def put_off(self, until: float) -> None:
-        """Try the next renewal at ``until``; if the key expires before that, note its loss then."""
-        self.renew_at = min(until, self.expires_at)
+    def try_again_at(self, moment: float) -> None:
+        """Try the next renewal at ``moment``; if the key expires before that, note its loss then."""
+        self.renew_at = min(moment, self.expires_at)
 
     @property
     def can_go_on(self) -> bool:
@@ -152,8 +152,8 @@ class Lease:
 
         Args:
             seconds: seconds or a timedelta by which the ``timeout`` is lengthened.
-                A key without a ``timeout`` is renewed anyhow.
-                Of two threads that ask at the same time, only one may lengthen it.
+                Without a ``timeout`` nothing is done, because the key is renewed until the run ends.
+                If two threads extend it at the same time, only one of the two extensions counts.
 
         Raises:
             ConfigurationError: for a time that cannot work.
@@ -165,12 +165,13 @@ class Lease:
         if ends_at == inf:
             return
         asked = now()
+        # A key that is renewed gets no more than its lease, so that it does not outlive a dead holder for longer.
         ttl = min(self.ttl, ends_at - asked) if self.renews else ends_at - asked
         self.may_live_until = max(self.may_live_until, asked + ttl)
         self._ask(RENEW, round(ttl * 1000))
         self.ends_at = ends_at
-        self.lives_on(asked, ttl)
-        self.renewer.see_to_it_by(self.renew_at)
+        self.note_expiry(asked, ttl)
+        self.renewer.wake_by(self.renew_at)
 
     @property
     def fence(self) -> int:
@@ -208,7 +209,9 @@ class Lease:
         reply = drive(self.server.client, commands) if self.server else time.time_ns() // 1000
         if not isinstance(reply, int):
             self.renewer.note_loss(self, self.reason_by(reply), reply or b"")
-        if self.reason is not None:  # the key is lost by this reply, or was lost while we waited for it
+        # The key is lost by this reply, or another thread has noted a loss meanwhile. If the expiry that is known here
+        # has only passed meanwhile, that is no loss: the reply says that the key was ours.
+        if self.reason is not None:
             self.ensure_held()
         return reply
 

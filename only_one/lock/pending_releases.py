@@ -47,9 +47,9 @@ class PendingRelease:
         if self.retained is not None:
             self.until = max(self.until, self.retained.until)
 
-    def put_off(self, until: float) -> None:
-        """Try again at ``until``."""
-        self.try_at = until
+    def try_again_at(self, moment: float) -> None:
+        """Try again at ``moment``."""
+        self.try_at = moment
 
     def command(self) -> Command:
         """The command that releases the key, or stores the retained value."""
@@ -92,7 +92,7 @@ def send_in_turn(due: Iterable[Any], send: Callable[[Node, list[Any]], object]) 
         # While a node is down, one trip at a time finds out whether it still is.
         if node.backs_off_until > now():
             for each in those:
-                each.put_off(node.backs_off_until)
+                each.try_again_at(node.backs_off_until)
         else:
             send(node, those)
     return False

@@ -64,7 +64,7 @@ class _Renewer:
         self.ended: SimpleQueue[None] = SimpleQueue()
         self.is_finished_by_multiprocessing = False
 
-    def see_to_it_by(self, due: float) -> None:
+    def wake_by(self, due: float) -> None:
         """Have the thread awake at ``due``, for a new lease or pending release."""
         if self.start_thread():
             log(logging.WARNING, "no thread can be started: until one can, no key is renewed, nor released later")
@@ -171,7 +171,7 @@ class _Renewer:
                 if lease.can_go_on:
                     due.append(lease)
                 else:
-                    lease.put_off(math.inf)  # until it expires
+                    lease.try_again_at(math.inf)  # its loss is noted when it expires
         return send_in_turn(due, self.renew)
 
     def renew(self, node: Node, leases: list[Lease]) -> None:
@@ -197,9 +197,9 @@ class _Renewer:
         is_trouble = isinstance(reply, Exception) and not is_of_another_type(reply)
         lease.trouble = reply.with_traceback(None) if is_trouble else None
         if lease.trouble:
-            lease.put_off(now() + _pause([lease]))
+            lease.try_again_at(now() + _pause([lease]))
         elif isinstance(reply, int):
-            lease.lives_on(sent, ttl)
+            lease.note_expiry(sent, ttl)
         else:
             value = reply if isinstance(reply, bytes) else b""
             self.note_loss(lease, lease.reason_by(reply), value)
@@ -269,7 +269,7 @@ def hold(lease: Lease) -> None:
     if server is not None and server.looked_at_from <= lease.asked_at:
         server.looked_at_from = math.inf
         _renewer.not_looked_at[server] = lease.key
-    _renewer.see_to_it_by(lease.asked_at if _renewer.not_looked_at else lease.renew_at)
+    _renewer.wake_by(lease.asked_at if _renewer.not_looked_at else lease.renew_at)
 
 
 def let_go(lease: Lease) -> None:
@@ -296,4 +296,4 @@ def release_later(pending: PendingRelease) -> None:
         _renewer.is_finished_by_multiprocessing = True
         util.Finalize(None, finish_pending_releases, exitpriority=0)  # its children end without `atexit`
     _renewer.pending_releases.add(pending)
-    _renewer.see_to_it_by(pending.try_at)
+    _renewer.wake_by(pending.try_at)

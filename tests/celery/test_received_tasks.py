@@ -155,7 +155,7 @@ def test_a_key_is_not_renewed_once_its_task_has_ended(worker: Worker, keys: Keys
     lease = worker.lease()
     assert lease.renew_at < lease.ends_at
     lease.message.acknowledged = True
-    lease.lives_on(clock[0], LEASE)
+    lease.note_expiry(clock[0], LEASE)
     assert lease.renew_at == lease.ends_at
     assert lease.expires_at == clock[0] + LEASE
     task_id, lease = worker.requests.pop().id, None

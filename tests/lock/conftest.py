@@ -22,7 +22,7 @@ def clock() -> Iterator[Clock]:
     with pytest.MonkeyPatch.context() as patch:
         yield Clock(patch, renewal, pending_releases, commands, lease, nodes)
     if not renewal._renewer.vacancy:
-        renewal._renewer.see_to_it_by(-math.inf)
+        renewal._renewer.wake_by(-math.inf)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_a_lease_that_is_extended(clock: Clock, make: Make, redis: Any, *, renew
     """One that is renewed gets its lease again, and is renewed for longer."""
     lock = make(LONG, 2 * LONG) if renewed else make(2 * LONG, 2 * LONG)
     woken: list[float] = []
-    lock.renewer = SimpleNamespace(see_to_it_by=woken.append)
+    lock.renewer = SimpleNamespace(wake_by=woken.append)
     assert lock.renew_at == MOMENT + (LONG / 3 if renewed else 2 * LONG)
     clock.moment += 1
     lock.extend(LONG)
@@ -70,7 +70,7 @@ def test_a_lease_that_is_extended(clock: Clock, make: Make, redis: Any, *, renew
 def test_a_lease_that_is_extended_by_less_than_itself_ends_with_the_run(clock: Clock, make: Make, redis: Any) -> None:
     lock = make(LONG, 2 * LONG)
     clock.moment += 2 * LONG - 1
-    lock.lives_on(clock.moment, 1)
+    lock.note_expiry(clock.moment, 1)
     redis.persist(lock.key)
     lock.extend(1)
     assert lock.expires_at == lock.ends_at == clock.moment + 2
@@ -100,7 +100,7 @@ def test_a_command_that_gives_less_and_arrives_after_an_extension_takes_no_time_
     lock.extend(LONG)
     drive(redis, evaluate(RENEW, lock.key, lock.token, 1000))
     assert redis.pttl(lock.key) > (2 * LONG - LIMIT) * 1000
-    lock.lives_on(MOMENT - 1, LONG)
+    lock.note_expiry(MOMENT - 1, LONG)
     assert lock.expires_at == MOMENT + 2 * LONG
 
 

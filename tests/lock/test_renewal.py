@@ -303,7 +303,7 @@ def test_a_pending_release_that_comes_when_it_is_about_to_sleep(idle: Any) -> No
         before: float = looks()
         if not idle.pending_releases:
             idle.pending_releases[b"k"] = SimpleNamespace(try_at=due)
-            idle.see_to_it_by(due)
+            idle.wake_by(due)
         return before
 
     idle.next_due = next_due
@@ -392,14 +392,14 @@ def test_where_no_thread_can_be_started(caplog: pytest.LogCaptureFixture) -> Non
     """It is told, and started as soon as one can be."""
     renewer = renewal._Renewer()
     with no_more_threads():
-        renewer.see_to_it_by(MOMENT)
+        renewer.wake_by(MOMENT)
     assert [record.getMessage() for record in caplog.records] == [
         "no thread can be started: until one can, no key is renewed, nor released later"
     ]
     caplog.clear()
     name: Future[str] = Future()
     renewer.run = lambda: name.set_result(threading.current_thread().name)  # type: ignore[method-assign]
-    renewer.see_to_it_by(MOMENT)
+    renewer.wake_by(MOMENT)
     assert name.result(LIMIT) == "only_one-leases"
     assert caplog.records == []
 
