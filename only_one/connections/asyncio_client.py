@@ -49,7 +49,8 @@ class AsyncClient:
         """
         self._make = make
         self._most = min(most, _MOST_CONNECTIONS)
-        # By `now()`; 0 for never. One time-out puts the server in doubt, and a second, as above, shows that it is down.
+        # By `now()`; 0 for never. The server is in doubt from a first time-out on until a command is answered, and
+        # known to be down once a second time-out confirms that.
         self._answered_at = self._doubted_at = self._known_down_at = 0.0
         self.to_be_closed: set[Any] = set()
         self._begin()
@@ -61,7 +62,7 @@ class AsyncClient:
         """Send a command, and return its reply as bytes."""
         if self.to_be_closed:
             await self.close_what_is_left()
-        asked, sent = now(), 0.0
+        asked = now()
         client, turns = self.client, self._turns
         try:
             async with turns:
@@ -70,14 +71,16 @@ class AsyncClient:
                     msg = "Timeout waiting for a connection: the server did not answer on any"
                     raise ServerTimeout(msg)  # noqa: TRY301 - a time-out like any other
                 sent = now()
-                reply = await client.send_raw(command)
+                try:
+                    reply = await client.send_raw(command)
+                except redis.TimeoutError as error:  # a `ServerTimeout`: no node of a cluster replies
+                    if isinstance(error, ServerTimeout) or self._confirms_doubt(asked, sent):
+                        self._known_down_at = now()
+                        raise ServerTimeout(*error.args) from None
+                    raise
                 self._answered_at = now()
                 return reply
-        except (redis.RedisError, asyncio.CancelledError, GeneratorExit) as error:
-            if isinstance(error, ServerTimeout) and sent:  # no node of a cluster replies
-                self._known_down_at = now()
-            elif isinstance(error, redis.TimeoutError) and self._note_timeout(asked, sent):
-                raise ServerTimeout(*error.args) from None
+        except (redis.RedisError, asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException:
             if client is self.client:  # else another command has made a new client already
@@ -88,26 +91,21 @@ class AsyncClient:
             if client is not self.client:
                 self.to_be_closed.add(client)
 
-    def _note_timeout(self, asked: float, sent: float) -> bool:
-        """Note that a command has timed out.
+    def _confirms_doubt(self, asked: float, sent: float) -> bool:
+        """Whether a time-out confirms the doubt of the server that an earlier one has begun; else it begins one.
 
         Args:
-            asked: when the command began to wait for its turn, by ``now()``.
+            asked: when the command that has timed out began to wait for its turn, by ``now()``.
             sent: when it was sent.
-
-        Returns:
-            Whether the server is known to be down: the command had waited for one that timed out, and no command was
-            answered since.
         """
-        if self._answered_at > sent:
+        if self._answered_at > sent:  # another command was answered meanwhile
             return False
-        was_in_doubt = self._doubted_at > self._answered_at
-        if was_in_doubt and asked < self._doubted_at <= sent:
-            self._known_down_at = now()
-            return True
-        if self._doubted_at <= sent:
+        waited_for_the_first = asked < self._doubted_at <= sent
+        confirms = waited_for_the_first and self._doubted_at > self._answered_at
+        was_sent_beside_the_first = sent < self._doubted_at
+        if not confirms and not was_sent_beside_the_first:
             self._doubted_at = now()
-        return False
+        return confirms
 
     async def close_what_is_left(self) -> None:
         """Close the connections of the earlier clients."""
