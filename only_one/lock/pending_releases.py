@@ -68,12 +68,13 @@ class PendingRelease:
         if is_unanswered and not self.no_write_in_flight:
             # A frozen server may have a SET that it will carry out when it goes on.
             self.until = max(self.until, moment + self.lasts)
-        # "Missing" is not final: a delayed SET may still arrive. The pauses double, so that a token that arrives late
-        # stays no longer than it was late.
+        # "Missing" is not final: a delayed SET may still arrive. Each pause is as long as all before it together, so a
+        # token that arrives late is released after about as long as it was delayed.
         self.pause *= 2
         if isinstance(reply, Exception):
             self.pause = min(self.pause, 1.0)
-        # A try that was due at the end has been the last. If the process was paused meanwhile, that is yet to come.
+        # The last try is the one that was due at `until`, and not the first that ends after it: if the process was
+        # paused, a SET may have arrived since an earlier try.
         was_last = self.try_at >= self.until
         self.try_at = min(moment + self.pause, self.until)
         return was_last
