@@ -150,9 +150,9 @@ def raised_by_signal_handler(error: BaseException, handled: BaseException | None
         if is_of_signal_handler(each):
             return each
         seen.add(id(each))
-        # An exception that the user's code has raised in place of another stands for itself.
-        is_translated = any(_package_of(frame) in _TRANSLATORS for frame in _frames_of(each)[-1:])
-        each = (each.__cause__ or each.__context__) if is_translated else None
+        raised_by = next(map(_package_of, reversed(_frames_of(each))), "")
+        # An exception of other code, such as the user's, stands for itself.
+        each = (each.__cause__ or each.__context__) if raised_by in _TRANSLATORS else None
     return None
 
 
