@@ -318,9 +318,10 @@ def _is_function(function: Any) -> bool:
     Such an object may have the function's ``__qualname__``.
     """
     is_routine = inspect.isroutine(function) or isinstance(function, functools.partial)
+    is_named_callable = callable(function) and hasattr(function, "__qualname__")
     # Prefect's tasks are routines by a `__get__` of their own, written in Python.
-    binds = inspect.isfunction(getattr(type(function), "__get__", None))
-    return is_routine and not binds and callable(function) and hasattr(function, "__qualname__")
+    is_of_prefect = inspect.isfunction(getattr(type(function), "__get__", None))
+    return is_routine and is_named_callable and not is_of_prefect
 
 
 def _is_scheduled(function: Any) -> bool:

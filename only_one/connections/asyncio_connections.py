@@ -167,7 +167,8 @@ def _options(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
         ConfigurationError: for an option about TLS that it does not know. Without it, the asyncio client could trust a
             server that the sync client does not trust, or OpenSSL would ask for a password in the terminal.
     """
-    if missing := [name for name, value in given.items() if name.startswith("ssl_") and value and name not in known]:
+    about_tls = [name for name, value in given.items() if name.startswith("ssl_") and value]
+    if missing := [name for name in about_tls if name not in known]:
         msg = f"redis-py has no asyncio client with {' and '.join(missing)}: give redis= without"
         raise ConfigurationError(msg)
     return {name: value for name, value in {**given, **NO_NOTICES}.items() if name in known}

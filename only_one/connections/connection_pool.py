@@ -115,15 +115,15 @@ class PinnedClient(redis.Redis):
         Its connections must send and read as this class expects, which a later redis-py may change.
         Its credentials must be final: redis-py hands renewed tokens to a connection when the pool gets it back.
         """
-        if type(client) is not redis.Redis:
+        if type(client) is not redis.Redis or type(client.connection_pool) is not redis.ConnectionPool:
             return False
         if "execute_command" in vars(client) or client.connection is not None:
             return False
         pool: Any = client.connection_pool
-        is_plain = type(pool) is redis.ConnectionPool and pool.cache is None
-        is_known = _sends_and_reads_as_known(pool.connection_class)
-        renews = hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
-        return is_plain and is_known and not renews and pool.max_connections >= redis.ConnectionPool().max_connections
+        is_known = pool.cache is None and _sends_and_reads_as_known(pool.connection_class)
+        has_enough = pool.max_connections >= redis.ConnectionPool().max_connections
+        renews_credentials = hasattr(pool.connection_kwargs.get("credential_provider"), "on_next")
+        return is_known and has_enough and not renews_credentials
 
     def send_raw(self, command: Command) -> Any:
         """Send a command of a driver on a kept connection, and return its reply, in bytes."""

@@ -158,8 +158,7 @@ def _template(template: str, arguments: Arguments) -> MakeKey:
     start, *tails = [re.sub("[{}\ud800-\udfff]", percent_encoded, literal) for literal in literals]
     if not fields:
         return lambda _name, _args, _kwargs: start
-    texts = [compile_field(field, arguments, escape) for field in fields]
-    parts = list(zip(texts, tails, strict=True))
+    parts = [(compile_field(field, arguments, escape), tail) for field, tail in zip(fields, tails, strict=True)]
     named = [parts.pop(0)] if fields[0].path == "name" else []
     # The beginning of a key, up to the first field that is not `{name}`, is made once for each name.
     head = functools.cache(lambda name: start + "".join([text(name, (), {}) + after for text, after in named]))
