@@ -229,14 +229,14 @@ def find_server(source: Source) -> Server:
         return _from_callables[source]
     handled = sys.exc_info()[1]
     try:
-        made = source()
+        given = source()
     except TROUBLE as error:  # the server is not remembered, so the next call calls the callable again
         raise_what_signal_handler_raised(error, handled)
         return Server(_NoClient(error, source))
-    if not isinstance(made, str) and not _is_client(made):
-        msg = f"the callable given as redis= returned a {type(made).__name__}: return a client of redis-py"
+    if not isinstance(given, str) and not _is_client(given):
+        msg = f"the callable given as redis= returned a {type(given).__name__}: return a client of redis-py"
         raise ConfigurationError(msg)
-    server = find_server(made)
+    server = find_server(given)
     with suppress(TypeError):  # the callable has no hash, or no weak references
         return _from_callables.setdefault(source, server)
     return server

@@ -59,20 +59,20 @@ class Arguments:
     """Reads the arguments of calls of one signature. It avoids ``Signature.bind`` where it can, because that is slow.
 
     Attributes:
-        call: the signature.
+        signature: that of the calls.
     """
 
-    def __init__(self, call: Signature) -> None:
-        self.call = call
-        parameters = list(call.parameters.values())
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        parameters = list(signature.parameters.values())
         positions = sum(each.kind in BY_POSITION for each in parameters)
         # By the number of arguments that are given by position.
         self._others = [_others(parameters[given:]) for given in range(positions + 1)]
 
     def example(self) -> BoundArguments:
         """A call with an argument for each parameter but ``*args`` and ``**kwargs``."""
-        example, kinds = self.call.bind_partial(), BY_POSITION + BY_NAME
-        example.arguments = {name: None for name, each in self.call.parameters.items() if each.kind in kinds}
+        example, kinds = self.signature.bind_partial(), BY_POSITION + BY_NAME
+        example.arguments = {name: None for name, each in self.signature.parameters.items() if each.kind in kinds}
         return example
 
     def bind(self, args: Args, kwargs: Kwargs) -> BoundArguments:
@@ -82,9 +82,9 @@ class Arguments:
             TypeError: if the function could not be called so.
         """
         try:
-            bound = self.call.bind(*args, **kwargs)
+            bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            msg = f"{error}: the decorated function takes ({', '.join(self.call.parameters)})"
+            msg = f"{error}: the decorated function takes ({', '.join(self.signature.parameters)})"
             raise TypeError(msg) from None
         bound.apply_defaults()
         return bound
@@ -125,7 +125,7 @@ def field_problem(field: Field, arguments: Arguments) -> str | None:
         return f"{field} has a name that begins with an underscore, write a public one or key=callable"
     if parameter in _OWN:
         return f"{{{parameter}}} is no parameter but only_one's own: rename the parameter, or write key=callable"
-    if parameter not in arguments.call.parameters:
+    if parameter not in arguments.signature.parameters:
         return f"{parameter!r} is not a parameter, write one of {_choices(arguments, parameter)}"
     if "{" in field.spec:
         return f"{field} has a field inside its format, write the format out"
@@ -136,7 +136,7 @@ def field_problem(field: Field, arguments: Arguments) -> str | None:
 
 def _choices(arguments: Arguments, missing: str = "name") -> str:
     """The fields that could be meant, for an error message."""
-    parameters = arguments.call.parameters.values()
+    parameters = arguments.signature.parameters.values()
     names = [f"{each.name}[{missing}]" if each.kind is Parameter.VAR_KEYWORD else each.name for each in parameters]
     return ", ".join(f"{{{name}}}" for name in (*_OWN, *names))
 
@@ -149,7 +149,7 @@ def compile_field(field: Field, arguments: Arguments, escape: Callable[[str], st
         return _text_of_all(arguments)
     serialize, steps = _serializer(field, escape), re.findall(_STEP, field.path)
     to_text: Callable[[Any], str] = (lambda value: serialize(_follow(field, steps, value))) if steps else serialize
-    name, parameters, missing = field.parameter, arguments.call.parameters, Parameter.empty
+    name, parameters, missing = field.parameter, arguments.signature.parameters, Parameter.empty
     kind, default = parameters[name].kind, parameters[name].default
     by_position, by_name, position = kind in BY_POSITION, kind in BY_NAME, list(parameters).index(name)
 
@@ -179,7 +179,7 @@ def _text_of_all(arguments: Arguments) -> FieldText:
             culprit, value = "", None
             # Each value is digested in a list, because all values were: so one that was nested too deeply raises again.
             with suppress(UnknownType):
-                for culprit, value in zip(arguments.call.parameters, values, strict=True):
+                for culprit, value in zip(arguments.signature.parameters, values, strict=True):
                     digest([culprit, value])
             raise _no_digest(culprit, error, _identity(culprit, value)) from None
 

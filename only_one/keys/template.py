@@ -115,14 +115,14 @@ def _check_parameters(label: str, key: Callable[..., Any], arguments: Arguments)
     except (TypeError, ValueError):
         return False  # a builtin such as str.join has no signature
     example = arguments.example()
-    by_name = example.arguments.keys() == arguments.call.parameters.keys() == accepted.parameters.keys()
+    by_name = example.arguments.keys() == arguments.signature.parameters.keys() == accepted.parameters.keys()
     by_name &= all(each.kind is not Parameter.POSITIONAL_ONLY for each in accepted.parameters.values())
     args, kwargs = ((), example.arguments) if by_name else (example.args, example.kwargs)
     try:
         accepted.bind(*args, **kwargs)
     except TypeError as error:
-        instead = f"write all parameters of the function, {arguments.call}; a bound task's first must be called self"
-        msg = f"{label} takes {accepted} ({error}): {instead}"
+        instead = f"write all parameters of the function, {arguments.signature}"
+        msg = f"{label} takes {accepted} ({error}): {instead}; a bound task's first must be called self"
         raise KeyTemplateError(msg) from None
     return by_name
 

@@ -222,9 +222,10 @@ def end(
     Raises:
         ResponseError: if the server refuses each of our commands.
     """
-    before, stores = unanswered.get(), retained if retained and retained.until > now() else None
+    unanswered_before = unanswered.get()
+    new = retained if retained and retained.until > now() else None
     while True:
-        command = replacement(key, token, stores, marker) if stores else release_command(features, key, token, marker)
+        command = replacement(key, token, new, marker) if new else release_command(features, key, token, marker)
         try:
             reply = yield command
             break
@@ -236,7 +237,7 @@ def end(
         if reply == token:  # it is there again, because the first of two SETs has arrived only now
             reply = None
     result = parse_result(reply)
-    if result.status == "taken" and unanswered.get() != before:
+    if result.status == "taken" and unanswered.get() != unanswered_before:
         return ReleaseResult("gone")  # the first of two releases has released the key, and another call has acquired it
     return result
 
