@@ -123,6 +123,7 @@ class _KilledRun(PendingRelease):
     """The release of a killed run's key: the renewing thread asks for the holder until its process is dead.
 
     Attributes:
+        token: no value, but a name of the run and its key: whoever tells of a killed run twice has it watched once.
         delivery: the delivery whose run it was.
         options: the effective options of the run.
     """

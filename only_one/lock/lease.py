@@ -68,7 +68,7 @@ class Lease:
         self.asked_at = asked_at
         self.ttl = ttl
         self.ends_at = asked_at + limit
-        self.renews = ttl < limit
+        self.renews = ttl < limit  # else it was acquired for all its time
         self.note_expiry(asked_at, ttl)
         # A list of one function at most, because `pop` gives it to one thread only.
         self.on_loss: list[Callable[[LockLost], None]] = []

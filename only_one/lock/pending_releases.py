@@ -27,7 +27,8 @@ class PendingRelease:
         lasts: seconds for which the token may be stored, from now on.
         server: the server that stores the key.
         key: the key as it is in Redis.
-        token: the value that may be stored there; another value is left alone.
+        token: the value that may be stored there; another value is left alone. Of releases with one token only the last
+            that was added is pending.
         until: when to give up, because the key has expired by itself, by ``clock.now()``.
         no_write_in_flight: whether the server has finished every command that may store the token. Only then is the
             result "gone" final.
