@@ -122,7 +122,7 @@ class LockWorld(History):
         (362_000_000, {3}, _WIDE_PLAN, {"configure": [0.5, 0.5], "idle": [0.5, 0.5]}),
         (404_000_000, {3}, {"forks_by": ["Python", "Python", "C code"]}, {}),
         (405_000_000, {1}, {"loops_close": [0.0, 0.3]}, {}),
-        (406_000_000, {1}, {}, {"server clock": [0.5, 0.3]}),
+        (520_000_000, {1}, {}, {"server clock": [0.5, 0.3]}),
     ]
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
