@@ -282,14 +282,19 @@ def test_without_redeliveries_the_marker_costs_no_command(queue: Queue, keys: Ke
     assert requeued == ["SET", "EVAL"]
 
 
-@pytest.mark.parametrize("minutes", [30, 31])
-def test_a_long_run_sets_the_marker(queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, minutes: int) -> None:
-    """One of more than half of the time after which the broker redelivers."""
+@pytest.mark.parametrize(
+    ("broker", "minutes", "sets"), [("redis", 30, False), ("redis", 31, True), ("unmarked", 1, True)]
+)
+def test_a_run_sets_the_marker_if_a_redelivery_may_not_have_asked(
+    new_app: Any, redis_url: str, keys: Keys, monkeypatch: pytest.MonkeyPatch, broker: str, minutes: int, *, sets: bool
+) -> None:
+    """It takes more than half of the time after which the broker redelivers, or the broker marks no redelivery."""
+    queue = Queue(new_app(broker_url=redis_url.replace("redis", broker, 1)), keys.redis)
     monkeypatch.setattr(delivery, "now", lambda: 1000.0)
     later = lambda_of(lambda: monkeypatch.setattr(delivery, "now", lambda: 1000.0 + 60 * minutes))
     answer = a_task(queue.app, later).delay()
     queue.deliver()
-    assert keys.marked(answer.id).get(b"stored") == (b"1" if minutes > 30 else None)
+    assert keys.marked(answer.id).get(b"stored") == (b"1" if sets else None)
     assert keys.redis.ttl(keys.marker(answer.id)) <= REMEMBERED
 
 
