@@ -53,7 +53,7 @@ _RECEIVING = SimpleNamespace(no_ack_consumers=None, decode_body=partial(_virtual
 
 TRANSPORTS: dict[str, Any] = {
     name: type(name, (virtual.Transport,), {"Channel": Channel, "driver_type": name, "driver_name": name})
-    for name in ("redis", "amqp")
+    for name in ("redis", "amqp", "sqs")
 }
 """By name, the transports with which Celery publishes."""
 
@@ -108,6 +108,7 @@ class Delivery:
         payload: the message.
         number: the message's number; a redelivery has the same.
         is_work: whether the message's task is decorated.
+        is_redelivery: whether the message was delivered before.
         worker: the worker that has received the message.
         received_at: when the worker has received it.
         is_done: whether the message is acknowledged.
@@ -118,7 +119,7 @@ class Delivery:
         message: kombu's message, once a worker has received it.
     """
 
-    is_done = False
+    is_done = is_redelivery = False
     worker: Any = None
     received_at = 0.0
     child: Any = None
@@ -290,7 +291,7 @@ class Broker:
             delivery.worker = self.world.choose("worker of a message", ready)
             self.unacked.append(delivery)
             self.world.met["deliveries"] += 1
-            if delivery.payload["headers"].get("redelivered"):
+            if delivery.is_redelivery or delivery.payload["headers"].get("redelivered"):
                 self.last_redelivered_at[delivery.work] = self.world.now
             delivery.worker.receive(delivery)
             if self.world.fault("visibility timeout", 0.05):
@@ -304,9 +305,12 @@ class Broker:
         if all(run.work != delivery.work for run in self.world.runs):
             self.redelivered_before_a_run.add(delivery.work.trigger)
         payload = deepcopy(delivery.payload)
-        payload["headers"]["redelivered"] = payload["properties"]["delivery_info"]["redelivered"] = True
+        if self.kind != "sqs":  # which marks nothing
+            payload["headers"]["redelivered"] = payload["properties"]["delivery_info"]["redelivered"] = True
         self.world.note("broker", "redelivers", f"#{delivery.number}")
-        self._arrive(Delivery(payload, delivery.number))
+        again = Delivery(payload, delivery.number)
+        again.is_redelivery = True
+        self._arrive(again)
 
     def ack(self, delivery: Delivery, *_: Any) -> None:
         # Redis knows a message by its tag, and a redelivery has the same tag. AMQP knows it by its connection.

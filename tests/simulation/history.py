@@ -65,7 +65,10 @@ class History(World):
         for first, rests, plan, faults in self.SINCE:
             is_chosen = seed >= first and seed % 4 in rests
             for name, values in plan.items():
-                vars(self.plan)[name] = self.choose(f"plan {name}", values) if is_chosen else values[0]
+                if is_chosen:
+                    vars(self.plan)[name] = self.choose(f"plan {name}", values)
+                else:
+                    vars(self.plan).setdefault(name, values[0])
             self.possible.update(faults if is_chosen else {})
         self.store = Store(lambda: self.now, self.wall, self.plan.server)
         names = ("server", "other", *["third"] * (seed >= NODES_LEAVE_FROM))

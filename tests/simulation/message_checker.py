@@ -283,6 +283,9 @@ class MessageChecker:
     def was_redelivered(self, trigger: Any) -> bool:
         return any(work.trigger == trigger.name for work in self.history.broker.last_redelivered_at)
 
+    def may_look_redelivered(self, trigger: Any) -> bool:
+        return self.plan.broker == "sqs" or self.was_redelivered(trigger)
+
 
 # at the end: each function reads what has happened, and yields the problems
 
@@ -348,7 +351,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     # A redelivery of the message is taken for that of an earlier message with this id. Or earlier work with this id
     # holds the key: the key is kept, its run was killed, its retry or release was lost, or a command came late.
     # A rule that tells the two apart could cost a result.
-    may_be_ignored = checker.was_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
+    may_be_ignored = checker.may_look_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
     may_be_ignored |= checker.has_lost_retry(trigger.id)
     have_run = [run for run in history.runs if run.trigger.id == trigger.id and run.trigger is not trigger]
     may_be_ignored |= bool(have_run) and checker.may_release_nothing
@@ -357,7 +360,8 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     may_be_ignored |= any(each.id == trigger.id and each is not trigger for each in killed)
     if trigger.how == "id" and outcomes <= {"Ignore", "requeue", "Retry"} and may_be_ignored:
         return True
-    has_run = any(run.end != "calls again" for run in trigger.runs)
+    # A redelivery that is not marked is skipped like new work.
+    has_run = plan.broker != "sqs" and any(run.end != "calls again" for run in trigger.runs)
     is_skipped = not plan.policies.isdisjoint(("skip", "buffer_one")) or ("default" in plan.policies and not has_run)
     is_skipped |= plan.when_down == "skip" and checker.may_be_down
     # A hook after a skip may put an end of its own in the place of None.
@@ -551,7 +555,7 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     others = checker.outcomes_of(*at_once) & {"LockUnavailable", "OperationalError", "TaskRevoked"}
     # A number whose reply was lost may be drawn after the newest. And `_may_end` says what may befall a used id.
     may_be_overtaken = checker.had("cut") and checker.had("late")
-    may_be_overtaken |= sent[-1].how == "id" and checker.was_redelivered(sent[-1])
+    may_be_overtaken |= sent[-1].how == "id" and checker.may_look_redelivered(sent[-1])
     may_be_overtaken |= history.plan.when_down == "skip" and checker.may_be_down
     is_known = history.revoked or outcomes - _WAITS or others
     # A task that its time limit has killed before its run began is trusted to wait, like one whose message was lost.
