@@ -432,8 +432,7 @@ class LockWorld(History):
         self._restart_with_data()
         self.note("server", "has lost its data")
         self.checker.data_is_lost()
-        for key in list(self.store.keys):
-            self.store.set(key, None)
+        self.store.clear()
 
     def _delete(self) -> None:
         self._set_by_hand(self.choose("deleted", self.plan.keys), None)

@@ -374,8 +374,7 @@ class MessageWorld(History):
         self.forgot_at.append(self.now)
         for run in self.running:
             run.end = "key lost"  # until it has ended
-        for key in list(self.store.keys):
-            self.store.set(key, None)
+        self.store.clear()
 
     def _revoke(self) -> None:
         ids = [trigger.id for trigger in self.triggers.values() if trigger.id]

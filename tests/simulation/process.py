@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable
 from copy import copy
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -248,16 +248,6 @@ def _import_own(name: str, globals: Any = None, locals: Any = None, fromlist: An
     return _import(name, globals, locals, fromlist, level)
 
 
-def _remembered(function: Any) -> Any:
-    """A function of constants, called once for each argument. If lines are traced, each call has the same lines."""
-    remember = cache(function)
-
-    def remembered(*given: Any) -> Any:
-        return function(*given) if sys.gettrace() else remember(*given)
-
-    return remembered
-
-
 _parsed = lru_cache(redis.connection.parse_url)
 _dispatcher: Any = vars(redis.event.EventDispatcher())
 _driver = redis.driver_info.resolve_driver_info
@@ -341,8 +331,6 @@ class Process:
         self.pid, self.name, self.life = 1, "none", 0
         self.modules = self._import(path)
         self.package = self.modules["only_one"]
-        server = vars(self.modules["only_one.connections.server"])
-        server["_url_problem"] = _remembered(server["_url_problem"])
         own = [vars(module) for module in self.modules.values()]
         for names in own:
             names["__process__"] = self

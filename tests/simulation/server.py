@@ -73,6 +73,10 @@ class Store:
         if before != value:
             self.changed(key, expired, value)
 
+    def clear(self) -> None:
+        for key in list(self.keys):
+            self.set(key, None)
+
     def step_clock(self, seconds: float) -> None:
         """Set the wall clock, by which keys expire: all of them so much earlier, or later if it is set back."""
         self.clock_step += seconds
