@@ -120,8 +120,10 @@ def caller_of(task: Any, decoration: Decoration, wrapper: Callable[..., Any], ar
     """
     bound = bool(args) and isinstance(args[0], Task) and wrapper in functions_with_bases(args[0])
     plain = decoration.plain_bound if bound else decoration.plain
+    if task is None:
+        return plain
     calls_its_base = bound and args[0] is task
-    if task is None or not (calls_its_base or wrapper in functions_of(task)):
+    if not (calls_its_base or wrapper in functions_of(task)):
         return plain
     request = task.request if _state.get_current_task() else _task_in_context.get()[1]
     state = vars(request).get(_STATE) or DeliveryState()
