@@ -99,6 +99,7 @@ def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) ->
     try:
         return _checked(decoration, decoration.function(*args, **kwargs))
     finally:
+        lease.outer = None  # a run that begins the next one, as by a timer, would never be freed
         current.reset(reset)
 
 
@@ -108,6 +109,7 @@ async def _run_as_async(lease: Lease, decoration: Decoration, args: Args, kwargs
     try:
         return _checked(decoration, await decoration.function(*args, **kwargs))
     finally:
+        lease.outer = None
         with suppress(ValueError):  # the coroutine may be closed in another context
             current.reset(reset)
 

@@ -8,7 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import pytest
 import redis as redis_py
@@ -162,6 +162,24 @@ def test_a_result_or_an_exception_is_freed_at_once_when_the_caller_drops_it(kind
     finally:
         gc.enable()
     assert is_freed[-1]
+
+
+@pytest.mark.usefixtures("redis")
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_run_that_begins_the_next_one_is_freed(kind: str) -> None:
+    """As by a timer, whose context is copied inside of the run: its lock would refer to those of all runs before."""
+    contexts: list[contextvars.Context] = [contextvars.copy_context()]
+    locks: list[ref[Any]] = []
+
+    def work() -> None:
+        contexts.append(contextvars.copy_context())
+        locks.append(ref(current_lock()))
+
+    call = decorated(as_async(work) if kind == "async def" else work, lease=LONG)
+    for _ in range(5):
+        contexts.pop().run(lambda: asyncio.run(call()) if kind == "async def" else call())
+    gc.collect()
+    assert [each() is None for each in locks] == [True, True, True, True, False]
 
 
 # Threads and tasks that a run begins
