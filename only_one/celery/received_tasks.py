@@ -29,7 +29,7 @@ from only_one.lock.renewal import hold, release_at_exit, release_later
 from only_one.policies import BufferOne
 from only_one.settings import DEFAULT_LEASE
 
-from .broker import redelivers_at_any_time, remembered_for
+from .broker import marks_redeliveries, redelivers_at_any_time, remembered_for
 from .delivery import Delivery
 from .queue_timeout import longest_wait
 from .redelivery import read_marker
@@ -184,15 +184,25 @@ def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, server: 
     Redis delivers a message again while its run goes on in a worker that has lost its connection.
     With RabbitMQ a run says in any case that it has ended.
     """
-    is_redelivery = request.task.acks_late and request.delivery_info["redelivered"]
-    if not is_redelivery or redelivers_at_any_time(request.app):
+    app, task = request.app, request.task
+    may_wait = task.acks_late and delivery.may_be_redelivered
+    if not may_wait or redelivers_at_any_time(app):
         return
-    key, task = delivery.key, request.task
+    key = delivery.key
     with suppress(Exception):  # of arguments that have no key until they are changed on their way to the run
         # If it is not the run's, it does no harm.
         key = key or key_of_arguments(task, delivery.decoration, options.prefix, request.args, request.kwargs)
-    if key is not None:
-        drive(server.client, read_marker(key, delivery.marker(key), waits=remembered_for(request.app)))
+    if key is None:
+        return
+    # Where no message says that it is a redelivery, it may be new work, whose id was used before: then nobody is told.
+    if marks_redeliveries(app) or drive(server.client, _is_under_way(key, delivery.work)):
+        drive(server.client, read_marker(key, delivery.marker(key), waits=remembered_for(app)))
+
+
+def _is_under_way(key: str, work: Work) -> Commands[bool]:
+    """Whether a run of a message's work has the key."""
+    holder = Holder.parse((yield ("GET", key)) or b"")
+    return holder is not None and holder.state == "running" and work_held_by(holder) == work
 
 
 def _number(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:

@@ -18,7 +18,7 @@ from only_one.driver import TROUBLE, Commands, is_of_signal_handler
 from only_one.events import log
 from only_one.lock.commands import MarkerUpdate, Script, evaluate
 
-from .broker import marks_redeliveries, redelivers_at_any_time, remembered_for, visibility_timeout
+from .broker import redelivers_at_any_time, remembered_for, visibility_timeout
 
 STORES_WITHIN = 30
 """Seconds after a run's end after which a redelivery no longer waits for its result, and does the work again.
@@ -94,10 +94,8 @@ def marker_update(task: Any, marker: str, ended_by: BaseException | None, second
         has_ended = acks_failures(task)
     if not has_ended:
         return None
-    # A redelivery may not have asked yet, because it waits for a free process of a worker. Only one that is marked asks
-    # when it is received.
-    asks_late = redelivers_at_any_time(task.app) or not marks_redeliveries(task.app)
-    may_be_unseen = asks_late or seconds > visibility_timeout(task.app) / 2
+    # A redelivery may not have asked yet, because it waits for a free process of a worker.
+    may_be_unseen = redelivers_at_any_time(task.app) or seconds > visibility_timeout(task.app) / 2
     return MarkerUpdate(marker, round(1000 * remembered_for(task.app)) if may_be_unseen else 0)
 
 

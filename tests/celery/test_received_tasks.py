@@ -26,7 +26,7 @@ from only_one.lock import renewal
 from only_one.lock.token import TokenFactory
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
-from tests.celery.deliveries import HOUR, Keys, Queue, a_task, decorated, unique
+from tests.celery.deliveries import HOUR, Keys, Queue, a_task, decorated, token_of, unique
 from tests.renewal import fails_to_renew, is_renewed, later
 
 LEASE = 30
@@ -77,6 +77,7 @@ class Worker:
             headers.update(header.as_headers(), id=header.id, retries=header.attempt)
         request = {"content_type": message["content-type"], "time_start": None, **changes}
         request = {"delivery_info": {"redelivered": False}, "message": SimpleNamespace(acknowledged=False), **request}
+        headers["delivery_info"] = request["delivery_info"]
         request |= {"task": task.app.tasks[task.name], "app": task.app, "name": task.name, "request_dict": headers}
         self.requests.append(Context({"id": headers["id"], **request}))
         task_received.send(sender=self, request=self.requests[-1])
@@ -428,6 +429,22 @@ def test_a_run_is_told_of_a_redelivery(worker: Worker, keys: Keys, caplog: pytes
         assert keys.marked(answer.id) == ({b"asked": b"1"} if is_told else {})
         assert not keys.redis.keys(f"{{None}}*{answer.id}*")
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_told"), [(None, False), ({}, True), ({"state": "queued"}, False), ({"attempt": 1}, False)]
+)
+def test_where_redeliveries_are_not_marked_a_run_is_told_of_one_that_is_received_meanwhile(
+    new_app: Any, redis_url: str, keys: Keys, fields: dict[str, Any] | None, *, is_told: bool
+) -> None:
+    """A message that is received before or after the run may be new work, whose id is used again."""
+    worker = Worker(Queue(new_app(broker_url=redis_url.replace("redis", "unmarked", 1)), keys.redis))
+    task = a_task(worker.app, work)
+    answer = task.delay("k")
+    if fields is not None:
+        keys["k"] = token_of(answer.id, **fields)
+    worker.receive(task=task, args=["k"], kwargs={})
+    assert keys.marked(answer.id) == ({b"asked": b"1"} if is_told else {})
 
 
 def test_a_task_is_forgotten_when_celery_forgets_it(worker: Worker) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from celery import chain, group
 from celery.exceptions import Ignore, Reject
-from kombu.transport import TRANSPORT_ALIASES
-from kombu.transport.redis import Transport
 
 from only_one import buffer_one, carry_on, current_lock, fail, retry, skip
 from only_one.celery import delivery
@@ -36,15 +34,6 @@ from tests.celery.deliveries import (
     token_of,
 )
 from tests.interruptions import raises
-
-
-class Unmarked(Transport):
-    """A transport that does not say that it delivers a message again, as that of SQS."""
-
-    driver_type = "unmarked"
-
-
-TRANSPORT_ALIASES["unmarked"] = f"{__name__}:Unmarked"
 
 
 @pytest.mark.parametrize("loses_its_key", [True, False])
@@ -257,6 +246,18 @@ def test_new_work_with_the_id_of_earlier_work_runs(
     assert runs == [1, 2, 3]
 
 
+def test_new_work_with_the_id_of_a_run_that_has_ended_runs_where_redeliveries_are_not_marked(
+    new_app: Any, redis_url: str, keys: Keys
+) -> None:
+    queue = Queue(new_app(broker_url=redis_url.replace("redis", "unmarked", 1)), keys.redis)
+    runs: list[int] = []
+    task = a_task(queue.app, runs.append)
+    for number in (1, 2):
+        task.apply_async((number,), task_id="used again")
+        queue.deliver()
+    assert runs == [1, 2]
+
+
 def test_without_redeliveries_the_marker_costs_no_command(queue: Queue, keys: Keys, way: Proxy) -> None:
     def lose() -> None:
         keys.redis.delete(current_lock().key)
@@ -282,19 +283,14 @@ def test_without_redeliveries_the_marker_costs_no_command(queue: Queue, keys: Ke
     assert requeued == ["SET", "EVAL"]
 
 
-@pytest.mark.parametrize(
-    ("broker", "minutes", "sets"), [("redis", 30, False), ("redis", 31, True), ("unmarked", 1, True)]
-)
-def test_a_run_sets_the_marker_if_a_redelivery_may_not_have_asked(
-    new_app: Any, redis_url: str, keys: Keys, monkeypatch: pytest.MonkeyPatch, broker: str, minutes: int, *, sets: bool
-) -> None:
-    """It takes more than half of the time after which the broker redelivers, or the broker marks no redelivery."""
-    queue = Queue(new_app(broker_url=redis_url.replace("redis", broker, 1)), keys.redis)
+@pytest.mark.parametrize("minutes", [30, 31])
+def test_a_long_run_sets_the_marker(queue: Queue, keys: Keys, monkeypatch: pytest.MonkeyPatch, minutes: int) -> None:
+    """One of more than half of the time after which the broker redelivers."""
     monkeypatch.setattr(delivery, "now", lambda: 1000.0)
     later = lambda_of(lambda: monkeypatch.setattr(delivery, "now", lambda: 1000.0 + 60 * minutes))
     answer = a_task(queue.app, later).delay()
     queue.deliver()
-    assert keys.marked(answer.id).get(b"stored") == (b"1" if sets else None)
+    assert keys.marked(answer.id).get(b"stored") == (b"1" if minutes > 30 else None)
     assert keys.redis.ttl(keys.marker(answer.id)) <= REMEMBERED
 
 
