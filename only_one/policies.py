@@ -146,9 +146,11 @@ def check_policy(name: str, policy: Any) -> Any:
     """
     first = "carry_on" if name == "when_lost" else "skip"
     instead = f"write {first}, fail, or any callable that takes the error and returns the result"
-    by_name = {"skip": "skip", "fail": "fail", "carry_on": "carry_on", "retry": "retry()", "buffer_one": "buffer_one()"}
+    by_name = {"skip": skip, "fail": fail, "carry_on": carry_on, "retry": retry(), "buffer_one": buffer_one()}
     if isinstance(policy, str) and policy in by_name:
-        msg = f"{name}={policy!r}: write {name}={by_name[policy]}, without quotes"
+        meant = check_policy(name, by_name[policy])  # first, or the advice would be to write what is refused, too
+        written = f"{policy}()" if isinstance(meant, Retry) else policy
+        msg = f"{name}={policy!r}: write {name}={written}, without quotes"
         raise ConfigurationError(msg)
     is_error = isinstance(policy, type) and issubclass(policy, BaseException)  # the call would return it
     if is_error or not callable(policy):

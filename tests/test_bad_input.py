@@ -259,13 +259,16 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"when_busy": "retry"}, "when_busy=retry(), without quotes"),
     ({"when_busy": lambda: None}, "when_busy=<function"),
     *(({"when_busy": value}, POLICY) for value in (*ASYNC, LookupError)),
-    ({"when_busy": carry_on}, "when_busy=carry_on would run two at a time: write when_busy=skip"),
+    *(
+        ({"when_busy": value}, "carry_on would run two at a time: write when_busy=skip")
+        for value in (carry_on, "carry_on")
+    ),
     *(({"when_busy": value}, value.__name__ + PARENTHESES) for value in (retry, buffer_one)),
     ({"when_down": None}, "when_down=None: write skip"),
-    ({"when_down": buffer_one()}, "when_down=buffer_one(countdown=None) needs"),
+    *(({"when_down": value}, "buffer_one(countdown=None) needs") for value in (buffer_one(), "buffer_one")),
     ({"when_lost": None}, "when_lost=None: write carry_on, fail"),
-    ({"when_lost": skip}, "when_lost=carry_on"),
-    *(({"when_lost": value}, "when_lost=fail") for value in (retry(), buffer_one())),
+    *(({"when_lost": value}, "when_lost=carry_on to let it") for value in (skip, "skip")),
+    *(({"when_lost": value}, "when_lost=fail") for value in (retry(), buffer_one(), "retry", "buffer_one")),
     *(({"takeover": value}, "takeover=True or") for value in (0, None)),
     *(({"work_id": value}, "write a callable of the call's arguments") for value in (None, "1", *ASYNC)),
     *(({"active": value}, "active=True or") for value in (0, None)),
