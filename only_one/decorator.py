@@ -342,15 +342,15 @@ def _name_of(function: Callable[..., Any], key: Any, signature: inspect.Signatur
     if has_field(key, "name") and function.__name__ == "<lambda>":
         msg = "a lambda has no {name}: write @only_one('a-key') above a def, or key=lambda … if it was meant as the key"
         raise KeyTemplateError(msg)
+    first = next(iter(signature.parameters), None)
+    if first in ("self", "cls") and has_field(key, "md5"):
+        _check_method(function, first)
     if has_field(key, "name") and module == "__main__":
         template = key if signature.parameters else "{name}"  # then there is nothing of which to make an MD5
         suggested = template.replace("{name}", f"{function.__name__}-of-my-program")
         instead = f"write a key, such as @only_one({suggested!r}), or start it with python -m"
         msg = f"{{name}} of {function.__qualname__} in __main__ would be the same in every program: {instead}"
         raise KeyTemplateError(msg)
-    first = next(iter(signature.parameters), None)
-    if first in ("self", "cls") and has_field(key, "md5"):
-        _check_method(function, first)
     return f"{module}.{function.__qualname__}"
 
 

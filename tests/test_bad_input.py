@@ -472,5 +472,10 @@ def test_a_method_of_a_plain_class_needs_a_key(decorate: Any) -> None:
             @decorate  # type: ignore[untyped-decorator]
             def load(cls, day: int) -> None: ...
 
-    for define, key in ((method, "load:{self.id}"), (class_method, "load")):
+    def method_of_a_program() -> None:
+        load = FunctionType(with_self.__code__, {"__name__": "__main__"})
+        load.__qualname__ = "Plain.load"
+        decorate(load)
+
+    for define, key in ((method, "load:{self.id}"), (method_of_a_program, "load:{self.id}"), (class_method, "load")):
         refused(KeyTemplateError, f"@only_one('{key}')", define)
