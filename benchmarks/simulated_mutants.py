@@ -59,8 +59,8 @@ EQUIVALENT = {
 They are those among the first 80; for more mutants, look for more.
 """
 
-PART = 250
-"""Histories of each world in one process; then the next begins."""
+FIRST_PART, PART = 20, 250
+"""Histories of each world in one process; then the next begins. Half of the mutants are seen in the first."""
 
 WORLDS: list[list[str]] = [[], ["--messages"]]
 ENDS_WITHIN = 600
@@ -137,11 +137,13 @@ def histories_until_seen(mutant: Mutant, most: int) -> int | None:
     with TemporaryDirectory() as directory:
         shutil.copytree(ROOT / "only_one", Path(directory, "only_one"))
         Path(directory, "only_one", mutant.file).write_text(mutant.text)
-        for begin in range(0, most, PART):
+        played, size = 0, FIRST_PART
+        while played < most:
             for world in WORLDS:
-                found = reds(world, Path(directory), range(begin, begin + PART))
+                found = reds(world, Path(directory), range(played, played + size))
                 if found and (seen := found - reds(world, ROOT, sorted(found))):
                     return min(seen) + 1
+            played, size = played + size, PART
     return None
 
 
