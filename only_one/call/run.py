@@ -120,7 +120,9 @@ def _checked(decoration: Decoration, result: Any) -> Any:
     Raises:
         ConfigurationError: for a coroutine, a future, a generator, a context manager and the like.
     """
-    if type(result) not in _YET_TO_RUN and not hasattr(type(result), "__await__"):
+    has_run = type(result) not in _YET_TO_RUN and not hasattr(type(result), "__await__")
+    is_done = type(result) is Future and result.done()  # the function has waited for it
+    if has_run or is_done:
         return result
     end = getattr(result, "close", None) or getattr(result, "cancel", None)
     if end is not None:
