@@ -531,7 +531,9 @@ class Checker:
             renewer = process.modules["only_one.lock.renewal"]._renewer
             active_tokens = process.modules["only_one.lock.token"].active_tokens
             if process.has_lost_runs:
-                left = [value for value in map(self.store.get, self.stored) if value in active_tokens]
+                # A clock that was set back keeps the keys of lost runs for as much longer.
+                values = [] if self.set_back else map(self.store.get, self.stored)
+                left = [value for value in values if value in active_tokens]
             else:
                 left = [*renewer.pending_releases, *renewer.leases, *active_tokens]
             if left:
