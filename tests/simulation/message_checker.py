@@ -445,8 +445,9 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         may_run_again |= trigger.how == "hard limit" and not history.acks_failures
         if count > 1 + (trigger.how in LISTS) and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
-    # If the marker could not be asked, a redelivery may run.
-    if not history.plan.acks_late or checker.was_unreachable:
+    # If the marker could not be asked, a redelivery may run. Also where nothing marks it: if it was not received during
+    # the run, it looks like new work.
+    if not history.plan.acks_late or checker.was_unreachable or history.plan.broker == "sqs":
         return
     # A message that begins after the run's end stores no result over the run's, either.
     others = [(run, each) for run in history.runs for each in history.not_run if each.began > (run.ended or inf)]
