@@ -445,9 +445,8 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         may_run_again |= trigger.how == "hard limit" and not history.acks_failures
         if count > 1 + (trigger.how in LISTS) and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
-    # If the marker could not be asked, a redelivery may run. Also where nothing marks it: if it was not received during
-    # the run, it looks like new work.
-    if not history.plan.acks_late or checker.was_unreachable or history.plan.broker == "sqs":
+    # If the marker could not be asked, a redelivery may run.
+    if not history.plan.acks_late or checker.was_unreachable:
         return
     # A message that begins after the run's end stores no result over the run's, either.
     others = [(run, each) for run in history.runs for each in history.not_run if each.began > (run.ended or inf)]
@@ -458,6 +457,12 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
         # If its release is interrupted, a run that is done fails all the same, and this hook rejects the message.
         is_again &= not (first.trigger.in_hook == ("on_failure", "requeue") and first.trigger.how == "soft limit")
+        # Where nothing marks a redelivery, it looks like new work, unless it is received during the run.
+        redelivered_at = history.broker.last_redelivered_at.get(first.work, -inf)
+        is_seen = first.began <= redelivered_at <= (first.ended or inf)
+        is_again &= is_seen or history.plan.broker != "sqs"
+        # A worker that is paused tells the run of no redelivery that it has received.
+        is_again &= not (checker.had("pause") and checker.was_redelivered(first.trigger))
         # A version in which the task is not unique sends the key of the queued message with such a retry.
         is_again &= "retry elsewhere" not in first.trigger.ends or len({*history.plan.unique}) == 1
         # Celery sends a retry for a redelivery whose child was killed, also while the first run goes on. That run sends

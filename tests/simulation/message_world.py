@@ -261,7 +261,7 @@ class MessageWorld(History):
         (356_000_000, {0}, _WIDER, {}),
         (362_000_000, {0, 1}, {"own": [0.0, 0.5]}, {}),  # how probable it is that a task has its own `apply_async`
         (392_000_000, {2}, {"broker": ["redis", "sqs", "sqs"]}, {}),
-        (4_000_000_000_000_000, {2, 3}, {"pool": ["prefork", "threads"]}, {"pause": [0.6, 0.4]}),
+        (1_796_098_000_000_000, {2, 3}, {"pool": ["prefork", "threads"]}, {"pause": [0.6, 0.4]}),
     ]
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
