@@ -138,6 +138,13 @@ _UNFIT: list[tuple[str, object, str]] = [
 """The policies that make no sense for an option: its name, a function or a whole class, and the advice."""
 
 
+_IN_QUOTES: dict[str, tuple[str, object]] = {
+    **{each.__name__: (each.__name__, each) for each in (skip, fail, carry_on)},
+    **{each.__name__: (f"{each.__name__}()", each()) for each in (retry, buffer_one)},
+}
+"""By the name of a policy, which may be given in quotes by mistake: what to write instead, and the policy."""
+
+
 def check_policy(name: str, policy: Any) -> Any:
     """Return the policy if it makes sense for the option ``name``.
 
@@ -146,10 +153,9 @@ def check_policy(name: str, policy: Any) -> Any:
     """
     first = "carry_on" if name == "when_lost" else "skip"
     instead = f"write {first}, fail, or any callable that takes the error and returns the result"
-    by_name = {"skip": skip, "fail": fail, "carry_on": carry_on, "retry": retry(), "buffer_one": buffer_one()}
-    if isinstance(policy, str) and policy in by_name:
-        meant = check_policy(name, by_name[policy])  # first, or the advice would be to write what is refused, too
-        written = f"{policy}()" if isinstance(meant, Retry) else policy
+    if isinstance(policy, str) and policy in _IN_QUOTES:
+        written, meant = _IN_QUOTES[policy]
+        check_policy(name, meant)  # first, or the advice would be to write what is refused, too
         msg = f"{name}={policy!r}: write {name}={written}, without quotes"
         raise ConfigurationError(msg)
     is_error = isinstance(policy, type) and issubclass(policy, BaseException)  # the call would return it

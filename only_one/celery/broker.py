@@ -60,9 +60,9 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
         return _back_to_own_queue(app, own)
     if detect_quorum_queues(app, _kind(app))[0]:
         return _back_by_exchange(app, exchange, key) if exchange else _back_to_queue(app, key)
+    topic = _topics(app).get(exchange)
     # In a child of the pool that has not declared a topic exchange, kombu's Redis takes it for a direct one.
-    must_declare = exchange in (topics := _topics(app)) and _kind(app) != "amqp"
-    return {"declare": [topics[exchange]]} if must_declare else {}
+    return {"declare": [topic]} if topic and _kind(app) != "amqp" else {}
 
 
 def _back_to_own_queue(app: Celery, own: str) -> dict[str, Any]:
