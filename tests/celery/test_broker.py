@@ -77,7 +77,9 @@ def test_what_follows_from_the_visibility_timeout(seconds: int, longest: int, re
     assert (longest_countdown(app), remembered_for(app)) == (longest, remembered)
     refuse_long_countdown(app, longest)
     refuse_long_countdown(app_with(broker_url="nobody.has.it:Transport://host"), None)  # no transport is needed
-    with pytest.raises(ConfigurationError, match=f"write at most {longest} seconds, or raise broker_transport") as raised:
+    with pytest.raises(
+        ConfigurationError, match=f"write at most {longest} seconds, or raise broker_transport"
+    ) as raised:
         refuse_long_countdown(app, longest + 1)
     assert "a third of the broker's visibility timeout, and" in str(raised.value)
     with pytest.raises(ConfigurationError, match="600 seconds, or raise that, and tell it to Celery in") as raised:
