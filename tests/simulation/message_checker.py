@@ -348,6 +348,10 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     has_two = not {"both", "two below"}.isdisjoint(each.placement for each in history.versions)
     if checker.may_drop_unstored and has_two and trigger.name in history.begun_and_killed:
         return True
+    # The run below one decorator has failed because the other's key was busy, and this hook rejects the message: its
+    # redelivery is dropped, as that of any run that has ended.
+    if has_two and trigger.in_hook == ("on_failure", "requeue") and "requeue" in outcomes:
+        return True
     # A redelivery of the message is taken for that of an earlier message with this id. Or earlier work with this id
     # holds the key: the key is kept, its run was killed, its retry or release was lost, or a command came late.
     # A rule that tells the two apart could cost a result.
