@@ -146,7 +146,7 @@ class Checker:
             last = stored[-1]
             last.has_expired = expiry is not None and expiry <= now
             is_parents = isinstance(last.value, bytes) and now < self.kept_by_parents.get(last.value, 0.0)
-            if is_parents and self.lost_data_at < now:
+            if is_parents and not last.has_expired and self.lost_data_at < now:
                 self.problem("a child has released its parent's key", str(key))
             last.until = min(now, inf if expiry is None else expiry)
         if after is not None:
