@@ -330,7 +330,7 @@ class Checker:
         value, expiry = self.store.keys.get(call.key_there, (None, None))
         # The world has shortened the life of a key that a parent keeps, in place of the parent's renewals.
         is_still_there = value == own[-1].value and own[-1].since < call.asked and value not in self.kept_by_parents
-        # A job waits for a hundredth of a second at least. A renewal may have cut what a clock that was set back has added.
+        # A job waits for a hundredth of a second at least. A renewal may cut what a clock set back has added.
         longest = max((expiry or inf) - call.asked, 0.01) + self.set_back + EPSILON
         if is_still_there and call.outcome.delay > longest:
             self.problem("requeued for too long", f"{call.name}: {call.outcome.delay:.2f} s")
