@@ -172,12 +172,6 @@ def only_one(  # pyright: ignore[reportInconsistentOverload] - a key by position
     if as_key and key is not ...:
         msg = f"two keys are given, {function_or_key!r} and key={key!r}: write one of them"
         raise ConfigurationError(msg)
-    if isinstance(timeout, str) and not timeout[:1].isdigit():  # a str that begins with a digit is a time
-        instead = f"write the key first and then the seconds, only_one({timeout!r}, 300)"
-        if callable(function_or_key):
-            instead = f"write the key by keyword, key={timeout!r}"
-        msg = f"timeout={timeout!r} is a str: {instead}"
-        raise ConfigurationError(msg)
     template = function_or_key if as_key else "{name}:{md5}" if key is ... else key
     decorate = _NoContextManager(_decorate, template, check(given, {}))
     return decorate if as_key or function_or_key is ... else decorate(function_or_key)
@@ -275,28 +269,22 @@ def _caller_of(decoration: Decoration, wrapper: Any, args: tuple[Any, ...], kwar
     return job_queues.caller_of(decoration, args, kwargs, detects=task is None)
 
 
+_ABOVE_THE_DEF = (
+    "write @only_one directly above the def, below every other decorator except Celery's task, where above means "
+    "from queued to finished"
+)
+
+
 def signature_of(function: Any) -> inspect.Signature:
     """The signature of a function that can be decorated.
 
     Raises:
         ConfigurationError: for any other object; the message says what to write instead.
     """
-    kind = type(function)
-    if issubclass(kind, (staticmethod, classmethod, property)):
-        problem = f"a {kind.__name__}: write @only_one below @{kind.__name__}, directly above the function"
-    elif issubclass(kind, type):
-        problem = f"the class {function.__name__}: write @only_one above the method that does the work, such as run"
-    elif not _is_function(function):
-        instead = (
-            "write @only_one directly above the def, below every other decorator except Celery's task, where above "
-            "means from queued to finished; or above the __call__ of its class"
-        )
-        if issubclass(kind, (str, int, float)):
-            instead = "write a key as key='a-name', and seconds as timeout=300"
-        problem = f"{function!r}, which is no function: {instead}"
+    if not _is_function(function):
+        problem = f"{function!r}, which is no function: {_ABOVE_THE_DEF}; above the run of a class"
     elif _is_scheduled(function):
-        instead = "write @only_one directly above the def, below @scheduler.scheduled_job"
-        problem = f"{function.__qualname__}, because APScheduler would run it without the lock: {instead}"
+        problem = f"{function.__qualname__}, because APScheduler would run it without the lock: {_ABOVE_THE_DEF}"
     elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         instead = "write @only_one above the function that consumes it"
         problem = f"the generator function {function.__name__}, whose call returns before its body has run: {instead}"
@@ -313,10 +301,12 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def _is_function(function: Any) -> bool:
-    """Whether it is a function of any kind, and not an object that a task queue's decorator has made of one.
+    """Whether it is a function of any kind, and not an object that a decorator has made of one, as a task queue's does.
 
     Such an object may have the function's ``__qualname__``.
     """
+    if isinstance(function, staticmethod):
+        return False
     is_routine = inspect.isroutine(function) or isinstance(function, functools.partial)
     is_named_callable = callable(function) and hasattr(function, "__qualname__")
     # Prefect's tasks are routines by a `__get__` of their own, written in Python.

@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 from .errors import ConfigurationError, OnlyOneError
 from .option_values import Seconds, check_callable, seconds_or_none
 
+_OR_GROWING = "for a delay that grows leave it out"
+
 
 class CarryOn(Exception):
     """Raised by ``carry_on``; the call that asked the policy catches it."""
@@ -99,7 +101,7 @@ def retry(countdown: Seconds | None = None, max_retries: int | None = None) -> R
     if max_retries is not None and not is_number:
         msg = f"retry(max_retries={max_retries!r}): write a number such as 10, or leave it out for no limit"
         raise ConfigurationError(msg)
-    return Retry(_countdown("retry", countdown), max_retries)
+    return Retry(seconds_or_none("countdown", countdown, _OR_GROWING), max_retries)
 
 
 def buffer_one(countdown: Seconds | None = None) -> BufferOne:
@@ -119,14 +121,7 @@ def buffer_one(countdown: Seconds | None = None) -> BufferOne:
     Raises:
         ConfigurationError: for a time that cannot work.
     """
-    return BufferOne(_countdown("buffer_one", countdown))
-
-
-def _countdown(policy: str, countdown: object) -> float | None:
-    if isinstance(countdown, OnlyOneError):
-        msg = f"{policy} was called with {countdown!r}: write {policy}(), with parentheses"
-        raise ConfigurationError(msg)
-    return seconds_or_none("countdown", countdown, "for a delay that grows leave it out")
+    return BufferOne(seconds_or_none("countdown", countdown, _OR_GROWING))
 
 
 _UNFIT: list[tuple[str, object, str]] = [
@@ -138,13 +133,6 @@ _UNFIT: list[tuple[str, object, str]] = [
 """The policies that make no sense for an option: its name, a function or a whole class, and the advice."""
 
 
-_IN_QUOTES: dict[str, tuple[str, object]] = {
-    **{each.__name__: (each.__name__, each) for each in (skip, fail, carry_on)},
-    **{each.__name__: (f"{each.__name__}()", each()) for each in (retry, buffer_one)},
-}
-"""By the name of a policy, which may be given in quotes by mistake: what to write instead, and the policy."""
-
-
 def check_policy(name: str, policy: Any) -> Any:
     """Return the policy if it makes sense for the option ``name``.
 
@@ -153,11 +141,6 @@ def check_policy(name: str, policy: Any) -> Any:
     """
     first = "carry_on" if name == "when_lost" else "skip"
     instead = f"write {first}, fail, or any callable that takes the error and returns the result"
-    if isinstance(policy, str) and policy in _IN_QUOTES:
-        written, meant = _IN_QUOTES[policy]
-        check_policy(name, meant)  # first, or the advice would be to write what is refused, too
-        msg = f"{name}={policy!r}: write {name}={written}, without quotes"
-        raise ConfigurationError(msg)
     is_error = isinstance(policy, type) and issubclass(policy, BaseException)  # the call would return it
     if is_error or not callable(policy):
         msg = f"{name}={policy!r}: {instead}"

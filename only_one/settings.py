@@ -74,9 +74,7 @@ def check(given: Options, others: Options) -> Options:
         if limit is not None and (times.get(name) or 0) > limit:
             shown = {**others, **given}
             problem = f"{name}={shown[name]!r} is longer than timeout={shown['timeout']!r}"
-            before = next((each for each in (name, "timeout") if each not in given), None)
-            instead = f"or {before}=None, which was configured before" if before else "or leave one of them out"
-            msg = f"{problem}: write a shorter {name}, {instead}"
+            msg = f"{problem}: write a shorter {name}, or a longer timeout, or timeout=None for no limit"
             raise ConfigurationError(msg)
     return checked
 

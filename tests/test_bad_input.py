@@ -140,19 +140,13 @@ NO_FUNCTION = "write @only_one directly above the def, below every other decorat
     [
         (generator, CONSUMER),
         (async_generator, CONSUMER),
-        (AsTask, "above the method that does the work"),
-        (QueueTask(), "above the __call__ of its class"),
+        (AsTask, "above the run of a class"),
         (functools.partial(two, 1), NO_FUNCTION),
         (functools.update_wrapper(functools.singledispatchmethod(two), two), NO_FUNCTION),  # type: ignore[arg-type]
         (QueueTask(), NO_FUNCTION),
         (functools.update_wrapper(QueueTask(), two), NO_FUNCTION),  # taskiq's have the name of their function
         (functools.update_wrapper(BoundTask(), two), NO_FUNCTION),
-        (classmethod(two), "below @classmethod, directly above the function"),
-        (staticmethod(two), "below @staticmethod, directly above the function"),
-        (property(function), "below @property, directly above the function"),
-        (None, NO_FUNCTION),
-        ("a key", "write a key as key='a-name'"),
-        (300, "seconds as timeout=300"),
+        *((each, NO_FUNCTION) for each in (classmethod(two), staticmethod(two), property(function), None, 300)),
         (generator(), NO_FUNCTION),
         (max, "write @only_one above a def around it"),
         (AsTask(), "only_one(app.register_task(AsTask()))"),
@@ -170,8 +164,7 @@ def test_what_cannot_be_decorated(target: Any, words: str) -> None:
 def test_a_function_that_a_scheduler_has_cannot_be_decorated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apscheduler", ModuleType("apscheduler"))
     job = type("Job", (list,), {"__module__": "apscheduler.job"})([lambda: None])
-    words = "without the lock: write @only_one directly above the def, below @scheduler.scheduled_job"
-    refused(ConfigurationError, words, lambda: only_one("k")(job[0]))
+    refused(ConfigurationError, f"without the lock: {NO_FUNCTION}", lambda: only_one("k")(job[0]))
     assert only_one("k")(two)
 
 
@@ -233,7 +226,7 @@ def test_what_has_yet_to_run_is_closed_when_it_is_refused(redis_url: str, made: 
 AT_LEAST = "write at least 0.001 seconds"
 AT_MOST = "ten years"
 SECONDS = "write seconds, such as"
-SHORTER = "shorter lease, or leave one of them out"
+SHORTER = "shorter lease, or a longer timeout, or timeout=None for no limit"
 POLICY = "skip, fail, or any callable"
 PARENTHESES = "(), with parentheses"
 URL = "write redis://"
@@ -257,19 +250,15 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     # What is no time is refused as for `timeout`; only none at all is no mistake here, and False is not none.
     *(({"timeout": 10, "at_least": value}, "at_least=") for value in (False, None, -1, 10.5, timedelta(minutes=1))),
     *(({"when_busy": value}, POLICY) for value in (None, "only_one.skip", lambda error, more: None)),
-    ({"when_busy": "retry"}, "when_busy=retry(), without quotes"),
     ({"when_busy": lambda: None}, "when_busy=<function"),
     *(({"when_busy": value}, POLICY) for value in (*ASYNC, LookupError)),
-    *(
-        ({"when_busy": value}, "carry_on would run two at a time: write when_busy=skip")
-        for value in (carry_on, "carry_on")
-    ),
+    ({"when_busy": carry_on}, "carry_on would run two at a time: write when_busy=skip"),
     *(({"when_busy": value}, value.__name__ + PARENTHESES) for value in (retry, buffer_one)),
     ({"when_down": None}, "when_down=None: write skip"),
-    *(({"when_down": value}, "buffer_one(countdown=None) needs") for value in (buffer_one(), "buffer_one")),
+    ({"when_down": buffer_one()}, "buffer_one(countdown=None) needs"),
     ({"when_lost": None}, "when_lost=None: write carry_on, fail"),
-    *(({"when_lost": value}, "when_lost=carry_on to let it") for value in (skip, "skip")),
-    *(({"when_lost": value}, "when_lost=fail") for value in (retry(), buffer_one(), "retry", "buffer_one")),
+    ({"when_lost": skip}, "when_lost=carry_on to let it"),
+    *(({"when_lost": value}, "when_lost=fail") for value in (retry(), buffer_one())),
     *(({"takeover": value}, "takeover=True or") for value in (0, None)),
     *(({"work_id": value}, "write a callable of the call's arguments") for value in (None, "1", *ASYNC)),
     *(({"active": value}, "active=True or") for value in (0, None)),
@@ -325,9 +314,7 @@ def configure_in_turn() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: only_one(timeout="nightly"), ConfigurationError, "only_one('nightly', 300)"),
-        (lambda: only_one(300, "k"), ConfigurationError, "only_one("),
-        (lambda: only_one(function, "k"), ConfigurationError, "write the key by keyword, key='k'"),
+        (lambda: only_one(300, "k"), ConfigurationError, "timeout='k': write seconds"),
         (lambda: only_one("k", key="l"), ConfigurationError, "write one of them"),
         (lambda: only_one(IN_MAIN), KeyTemplateError, "@only_one('two-of-my-program:{md5}'), or start it"),
         (lambda: only_one(lambda _: "k")(two), KeyTemplateError, "key=lambda"),
@@ -336,7 +323,7 @@ def configure_in_turn() -> None:
         (lambda: ExitStack().enter_context(only_one("k")), ConfigurationError, "write the block as a function"),
         (lambda: asyncio.run(AsyncExitStack().enter_async_context(only_one("k"))), ConfigurationError, "above its def"),
         (lambda: configure_(url="redis://localhost"), TypeError, "url"),
-        (configure_in_turn, ConfigurationError, "or lease=None, which was configured before"),
+        (configure_in_turn, ConfigurationError, SHORTER),
         (lambda: configure_(redis=None), ConfigurationError, SOURCE),
         (current_lock, ConfigurationError, "call it in one, and give its threads the lock"),
         (lambda: retry(0), ConfigurationError, "countdown=0: write at least 0.001 seconds; for a delay that grows"),
@@ -358,8 +345,7 @@ POLICIES: tuple[Any, ...] = (skip, fail, carry_on, retry, buffer_one)
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (lambda error: retry(error), "retry()"),
-        (lambda error: buffer_one(error), "write buffer_one()"),
+        (lambda error: retry(error), "countdown=AlreadyRunning("),
         (lambda error: carry_on(error), "when_busy ends in carry_on, which would run two at a time: write"),
         (lambda error: retry(max_retries=3), "max_retries=3) was returned by a policy: call it"),
         *((lambda error, each=each: each, f"{each.__name__} was returned") for each in POLICIES),
