@@ -23,29 +23,29 @@ from rigs.waiting import LIMIT, eventually
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
-def processes() -> dict[int, tuple[int, str]]:
-    """The living processes: the parent and the command line of each."""
-    command = ["ps", "-axww", "-o", "pid=,ppid=,stat=,command="]
+def listed(columns: str) -> list[list[str]]:
+    """What `ps` says of all processes, in three columns at the most."""
+    command = ["ps", "-axo", columns]
     listing = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    rows = [line.split(maxsplit=3) for line in listing.stdout.splitlines()]
-    return {int(pid): (int(ppid), command) for pid, ppid, stat, command in rows if stat[0] != "Z"}
+    return [line.split(maxsplit=2) for line in listing.stdout.splitlines()]
+
+
+def living() -> set[int]:
+    return {int(pid) for pid, state in listed("pid=,stat=") if state[0] != "Z"}
 
 
 def group_of(pid: int) -> dict[int, str]:
     """The processes of a command's group, its own and that of its supervisor, and the program of each."""
-    command = ["ps", "-axo", "pid=,pgid=,comm="]
-    listing = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    rows = [line.split(maxsplit=2) for line in listing.stdout.splitlines()]
-    return {int(each): Path(program).name for each, group, program in rows if int(group) == pid}
+    return {int(each): Path(name).name for each, group, name in listed("pid=,pgid=,comm=") if int(group) == pid}
 
 
 def is_running(pid: int) -> bool:
-    return pid in processes()
+    return pid in living()
 
 
 def all_gone(pids: Iterable[int]) -> bool:
     """Whether all of these processes end within the limit."""
-    return eventually(lambda: processes().keys().isdisjoint(pids), pause=0.1)
+    return eventually(lambda: living().isdisjoint(pids), pause=0.1)
 
 
 def client(server: RedisServer | servers.RedisServer, timeout: float = LIMIT) -> Redis:

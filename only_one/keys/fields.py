@@ -193,11 +193,9 @@ def _no_digest(name: str, unknown: UnknownType, identity: str) -> UnkeyableArgum
 
 def _identity(path: str, value: object) -> str:
     """The advice to write what identifies a value; empty if the value has nothing by which it is usually identified."""
-    if isinstance(value, Mapping):
-        steps = [f"[{name}]" for name in _IDENTITIES if isinstance(value.get(name), (str, int))]
-    else:  # statically, because a property is the user's code, and may ask a database; a method identifies nothing
-        steps = [f".{name}" for name in _IDENTITIES if not callable(inspect.getattr_static(value, name, print))]
-    return f"what identifies it, such as {{{path}{steps[0]}}}, or " if steps else ""
+    # Statically, because a property is the user's code, and may ask a database; a method identifies nothing.
+    names = [name for name in _IDENTITIES if not callable(inspect.getattr_static(value, name, print))]
+    return f"what identifies it, such as {{{path}.{names[0]}}}, or " if names else ""
 
 
 def _unkeyable(problem: str, instead: str) -> UnkeyableArgument:
