@@ -143,10 +143,8 @@ class JobCaller(Caller):
         if holder.task_id != self._job.id or is_later:
             return False
         lease = current.get()
-        while lease is not None:  # the runs inside of which the call is made, also by a child that was forked in them
-            if lease.token == value:
-                return False
-            lease = lease.outer
+        if lease is not None and lease.token == value:  # the call is made inside of that run, or in a child of it
+            return False
         return self.start is None or getattr(active_tokens.get(value), "start", None) is not self.start
 
     def asks_again_in(self, call: Call, left: float) -> float:

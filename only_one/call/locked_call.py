@@ -44,7 +44,6 @@ class LockedCall(Call):
 
     Attributes:
         waits_until_told: whether the call ends only after ``when_lost`` has returned, if the loss is seen at its end.
-        loop: the event loop of an async call; None for a sync one.
         caller: the plain function or the task that calls.
         lease: the lock as the run sees it; there is none before ``resolve_acquire``.
         result: the result of the call.
@@ -55,7 +54,6 @@ class LockedCall(Call):
     """
 
     waits_until_told = True
-    loop: Any = None
 
     result: Any = None
     lost: LockLost | None = None
@@ -177,7 +175,6 @@ class LockedCall(Call):
             self.lease.lose("unavailable")
             return self.result is CARRIED_ON
         self._stage = "held"
-        self.lease.loop = self.loop
         self.lease.on_loss.append(self._on_loss)
         hold(self.lease)
         emit(Acquired, self.key, self.caller.name, self.token)
@@ -345,7 +342,7 @@ class AsyncLockedCall(LockedCall):
     def __init__(self, options: EffectiveOptions, server: Server, key: str, caller: Caller) -> None:
         super().__init__(options, server, key, caller)
         self._task: Any = asyncio.current_task()
-        self.loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._cancellations = self._cancelling()
         self._is_over = self._is_cancelled_by_us = False
 
@@ -375,7 +372,7 @@ class AsyncLockedCall(LockedCall):
         super()._on_loss(lost)
         if self.options.when_lost is fail:
             with suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._cancel)
+                self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
         # In the loop's own thread, where the run cannot end between this check and the cancellation.

@@ -94,22 +94,18 @@ def _switched_off(key: str) -> Lease:
 
 
 def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
-    lease.outer = current.get()
     reset = current.set(lease)
     try:
         return _checked(decoration, decoration.function(*args, **kwargs))
     finally:
-        lease.outer = None  # a run that begins the next one, as by a timer, would never be freed
         current.reset(reset)
 
 
 async def _run_as_async(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:
-    lease.outer = current.get()
     reset = current.set(lease)
     try:
         return _checked(decoration, await decoration.function(*args, **kwargs))
     finally:
-        lease.outer = None
         with suppress(ValueError):  # the coroutine may be closed in another context
             current.reset(reset)
 

@@ -34,8 +34,6 @@ class Lease:
         expires_at: until when the server lets the key live at least, by ``clock.now()``.
         may_live_until: until when the key may live because of an ``extend``, answered or not, by ``clock.now()``.
         renewer: the object that renews the lease and tells its run of a loss; None before that begins.
-        outer: the lease of the run that has called this one; None if there is none.
-        loop: the event loop of an async run; None for any other.
     """
 
     reason: str | None = None
@@ -44,8 +42,6 @@ class Lease:
     expires_at = -inf
     may_live_until = -inf
     renewer: Any = None
-    outer: "Lease | None" = None
-    loop: Any = None
     _fence: int | None = None
 
     def __init__(
@@ -92,11 +88,6 @@ class Lease:
     def try_again_at(self, moment: float) -> None:
         """Try the next renewal at ``moment``; if the key expires before that, note its loss then."""
         self.renew_at = min(moment, self.expires_at)
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether the run may still end. If its event loop is closed it never does, though a reference may keep it."""
-        return self.loop is None or not self.loop.is_closed()
 
     @property
     def is_held(self) -> bool:

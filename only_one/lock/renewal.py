@@ -168,10 +168,7 @@ class _Renewer:
                 self.note_loss(lease, lease.reason_by_time(moment))
             # A renewal may come early by a fiftieth of the lease, to go with others in one trip.
             elif lease.renews and lease.renew_at <= moment + lease.ttl / 50:
-                if lease.can_go_on:
-                    due.append(lease)
-                else:
-                    lease.try_again_at(math.inf)  # its loss is noted when it expires
+                due.append(lease)
         return send_in_turn(due, self.renew)
 
     def renew(self, node: Node, leases: list[Lease]) -> None:

@@ -258,10 +258,7 @@ def test_its_queue_requeues_it_until_the_key_expires(
 
 @pytest.mark.usefixtures("redis")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_a_child_that_is_forked_inside_of_a_run_is_no_attempt_of_a_job_that_only_work_id_names(
-    *, is_nested: bool
-) -> None:
+def test_a_child_that_is_forked_inside_of_a_run_is_no_attempt_of_a_job_that_only_work_id_names() -> None:
     fork = multiprocessing.get_context("fork")
     results = fork.SimpleQueue()
 
@@ -270,11 +267,8 @@ def test_a_child_that_is_forked_inside_of_a_run_is_no_attempt_of_a_job_that_only
         then()
         return "done"
 
-    def call_in_run() -> Any:
-        return only_one("another-k", work_id=named)(work)(bool) if is_nested else work(bool)
-
     def call_in_child() -> None:
-        process = fork.Process(target=lambda: results.put(call_in_run()))
+        process = fork.Process(target=lambda: results.put(work(bool)))
         process.start()
         process.join()
 

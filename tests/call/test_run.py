@@ -8,7 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
-from weakref import finalize, ref
+from weakref import finalize
 
 import pytest
 import redis as redis_py
@@ -17,13 +17,11 @@ from redis.retry import Retry
 
 from only_one import AlreadyRunning, ConfigurationError, LockUnavailable, current_lock, fail, only_one
 from only_one.lock import renewal
-from only_one.lock.lease import Lease
 from only_one.lock.token import active_tokens
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import Decorate, as_async, both, decorated
 from tests.lock.test_leases import LONG, RELEASES
-from tests.renewal import is_renewed, renew_now
 
 NAME = "k"
 
@@ -105,28 +103,6 @@ def test_an_async_run_that_is_closed_ends_and_its_key_is_freed(redis: Any, key: 
     assert eventually(lambda: not redis.exists(key))
 
 
-def test_a_run_whose_event_loop_is_closed_keeps_its_key_for_the_rest_of_its_lease(redis: Any, key: str) -> None:
-    """It never ends, and a reference to its task keeps it from being collected."""
-    loop, locks = asyncio.new_event_loop(), list[Lease]()
-
-    async def work() -> None:
-        locks.append(current_lock())
-        loop.stop()
-        await asyncio.sleep(LIMIT)
-
-    task = loop.create_task(decorated(work, lease=LONG)())
-    loop.run_forever()
-    assert is_renewed(locks[0])
-    loop.run_until_complete(loop.shutdown_asyncgens())  # which closes the connections
-    loop.close()
-    renew_now(locks[0])
-    assert eventually(lambda: locks[0].renew_at == locks[0].expires_at)
-    assert redis.get(key) == locks[0].token
-    del task, locks[:]
-    gc.collect()
-    assert eventually(lambda: not redis.exists(key))
-
-
 @pytest.mark.usefixtures("redis")
 @pytest.mark.parametrize("end", ["returns", "raises"])
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -162,24 +138,6 @@ def test_a_result_or_an_exception_is_freed_at_once_when_the_caller_drops_it(kind
     finally:
         gc.enable()
     assert is_freed[-1]
-
-
-@pytest.mark.usefixtures("redis")
-@pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_run_that_begins_the_next_one_is_freed(kind: str) -> None:
-    """As by a timer, whose context is copied inside of the run: its lock would refer to those of all runs before."""
-    contexts: list[contextvars.Context] = [contextvars.copy_context()]
-    locks: list[ref[Any]] = []
-
-    def work() -> None:
-        contexts.append(contextvars.copy_context())
-        locks.append(ref(current_lock()))
-
-    call = decorated(as_async(work) if kind == "async def" else work, lease=LONG)
-    for _ in range(5):
-        contexts.pop().run(lambda: asyncio.run(call()) if kind == "async def" else call())
-    gc.collect()
-    assert [each() is None for each in locks] == [True, True, True, True, False]
 
 
 # Threads and tasks that a run begins

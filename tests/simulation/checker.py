@@ -523,7 +523,7 @@ class Checker:
             self.problem("a key without a run", f"{left:.1f} s more: {value[-40:]!r}")
 
     def when_all_is_over(self) -> None:
-        """A process remembers no call that has ended, and keeps no key for a run that never will."""
+        """A process remembers no call that has ended."""
         for process in {call.process for call in self.calls if not call.process.is_dead and not call.process.no_thread}:
             if any(each.startswith(f"interrupted of {process.name}.") for each in self.history.faults):
                 continue  # at the very end of a call
@@ -531,20 +531,13 @@ class Checker:
                 continue  # a child that C code has forked, and that has made no call
             renewer = process.modules["only_one.lock.renewal"]._renewer
             active_tokens = process.modules["only_one.lock.token"].active_tokens
-            if process.has_lost_runs:
-                # A clock that was set back keeps the keys of lost runs for as much longer.
-                values = [] if self.set_back else map(self.store.get, self.stored)
-                left = [value for value in values if value in active_tokens]
-            else:
-                left = [*renewer.pending_releases, *renewer.leases, *active_tokens]
-            if left:
+            if left := [*renewer.pending_releases, *renewer.leases, *active_tokens]:
                 self.problem("a call is remembered", f"{process.name}: {left}")
 
     def _that_release_nothing(self) -> Iterator[int]:
         for process in {call.process for call in self.calls}:
             yield from filter(process.machine.is_dead, process.machine.processes)
-            has_no_thread = any(each.startswith(f"no thread of {process.name}#") for each in self.history.faults)
-            if has_no_thread or process.has_lost_runs:
+            if any(each.startswith(f"no thread of {process.name}#") for each in self.history.faults):
                 yield process.pid
 
 

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import re
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from math import inf
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -121,7 +121,6 @@ class LockWorld(History):
     SINCE: ClassVar[list[Any]] = [
         (362_000_000, {3}, _WIDE_PLAN, {"configure": [0.5, 0.5], "idle": [0.5, 0.5]}),
         (404_000_000, {3}, {"forks_by": ["Python", "Python", "C code"]}, {}),
-        (405_000_000, {1}, {"loops_close": [0.0, 0.3]}, {}),
         (520_000_000, {1}, {}, {"server clock": [0.5, 0.3]}),
     ]
 
@@ -182,7 +181,7 @@ class LockWorld(History):
         running: Any = thread()
         if self.is_async:
             with closing(Loop(self, process)) as loop:  # as ``asyncio.run``
-                self._play_in(loop, self._call_all(process, number))
+                loop.run_until_complete(self._call_all(process, number))
                 self.left.discard(running)
                 loop.run_until_complete(loop.shutdown_asyncgens())
         else:
@@ -191,15 +190,6 @@ class LockWorld(History):
         if number == 0 and self.draw(f"ends {process.name}") < 0.5:
             self.end_in_order(process)
             self.note(process.name, "ended")
-
-    def _play_in(self, loop: Loop, calls: Coroutine[Any, Any, None]) -> None:
-        """Make calls in an event loop, which may be closed before they have ended: then they never do."""
-        name = loop.process.name
-        if self.fault(f"loop closed of {name}", self.plan.loops_close):
-            loop.process.has_lost_runs = True
-            loop.call_later(self.uniform(f"time of loop closed of {name}", 0, 5), loop.stop)
-        with suppress(RuntimeError):  # it was stopped
-            loop.run_until_complete(calls)
 
     def _decorated(self, process: Process, key: str) -> Callable[..., Any]:
         plan, package = self.plan, process.package

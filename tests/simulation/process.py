@@ -359,7 +359,6 @@ class Process:
         """Begin anew as a process that has just been started."""
         self.machine, self.name = machine, name
         self.is_dead = self.has_ended = False
-        self.has_lost_runs = False  # with an event loop that was closed
         self.paused_until = self.cut_off_until = self.no_thread = 0.0
         self.died_at = inf
         self.job: Any = None  # the job that a queue has given to the process
