@@ -25,8 +25,8 @@ Commands = Generator[Command, Any, T]
 TROUBLE = (RedisError, RedisClusterException, OSError)
 """The errors that redis-py raises if the server could not be asked, or has refused."""
 
-_TRANSLATORS = ("redis", "only_one", "socket")
-"""The packages that raise an exception of their own in place of another."""
+_HANDLE_NO_SIGNALS = ("redis", "only_one", "socket")
+"""The packages in whose functions no signal is handled."""
 
 _KNOWN = frozenset({"redis", "hiredis", "gevent", "eventlet", "only_one", "builtins", *sys.stdlib_module_names})
 """The packages whose code sends a command and raises its errors. Another package in a traceback is the user's code."""
@@ -51,15 +51,12 @@ def note_unanswered() -> None:
     unanswered.set(unanswered.get() + 1)
 
 
-def _after(
-    error: Exception, handled: BaseException | None, commands: Commands[T], command: Command, *, sends_again: bool
-) -> tuple[Command, bool]:
+def _after(error: Exception, commands: Commands[T], command: Command, *, sends_again: bool) -> tuple[Command, bool]:
     """The command to send after an error, and whether the next one that gets no answer is sent again.
 
     A command of our own client that got no answer is sent again, but only one for each generator: so it takes no longer
     than two attempts to know that a server is down. Other clients send again by themselves.
     """
-    raise_what_signal_handler_raised(error, handled)
     error = as_trouble(error)
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
         note_unanswered()
@@ -69,12 +66,12 @@ def _after(
 
 
 def as_trouble(error: Exception) -> Exception:
-    """The error if it is redis-py's or the system's, else redis-py's ``ConnectionError``, with the error as its cause.
+    """The error if it is redis-py's, the system's or a signal handler's, else a ``ConnectionError`` caused by it.
 
     The user's code that connects may raise any exception. And redis-py raises ``ValueError`` or ``AttributeError`` if
     another thread closes the user's client during a command.
     """
-    if isinstance(error, TROUBLE):
+    if isinstance(error, TROUBLE) or is_of_signal_handler(error):
         return error
     trouble = redis.ConnectionError(f"{type(error).__name__}: {error}")
     trouble.__cause__ = error
@@ -91,14 +88,14 @@ def raw_sender(client: Any) -> Callable[[Command], Any]:
 
 def drive(client: Any, commands: Commands[T]) -> T:
     """Send the commands of a generator, and return the generator's result."""
-    sends_again, handled, send = getattr(client, "sends_again", False), sys.exc_info()[1], raw_sender(client)
+    sends_again, send = getattr(client, "sends_again", False), raw_sender(client)
     try:
         command = next(commands)
         while True:
             try:
                 reply = send(command)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command, sends_again = _after(error, handled, commands, command, sends_again=sends_again)
+                command, sends_again = _after(error, commands, command, sends_again=sends_again)
             else:
                 command = commands.send(reply)
     except StopIteration as stop:
@@ -108,14 +105,14 @@ def drive(client: Any, commands: Commands[T]) -> T:
 
 async def drive_async(client: Any, commands: Commands[T]) -> T:
     """Send the commands of a generator, and return the generator's result."""
-    sends_again, handled, send = getattr(client, "sends_again", False), sys.exc_info()[1], raw_sender(client)
+    sends_again, send = getattr(client, "sends_again", False), raw_sender(client)
     try:
         command = next(commands)
         while True:
             try:
                 reply = await send(command)
             except Exception as error:  # noqa: BLE001 - the generator says which errors end it
-                command, sends_again = _after(error, handled, commands, command, sends_again=sends_again)
+                command, sends_again = _after(error, commands, command, sends_again=sends_again)
             else:
                 command = commands.send(reply)
     except StopIteration as stop:
@@ -134,38 +131,6 @@ def is_of_signal_handler(error: BaseException) -> bool:
     return not is_known and _KNOWN.issuperset(map(_package_of, frames))
 
 
-def raised_by_signal_handler(error: BaseException, handled: BaseException | None) -> BaseException | None:
-    """The exception of a signal handler, or another thread or greenlet, in whose place an error was raised; else None.
-
-    A handler may raise an error of the system's, such as ``TimeoutError``, and redis-py raises its own in place of it.
-    A codec of Python's, until 3.11, raises another exception of the same class.
-
-    Args:
-        error: the exception that was raised.
-        handled: the exception that was handled already. It, and all that led to it, does not count.
-    """
-    seen = {id(handled)}
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        if is_of_signal_handler(each):
-            return each
-        seen.add(id(each))
-        raised_by = next(map(_package_of, reversed(_frames_of(each))), "")
-        # An exception of other code, such as the user's, stands for itself.
-        each = (each.__cause__ or each.__context__) if raised_by in _TRANSLATORS else None
-    return None
-
-
-def raise_what_signal_handler_raised(error: BaseException, handled: BaseException | None) -> None:
-    """Raise the exception of a signal handler in whose place an error was raised, if there is one."""
-    if raised := raised_by_signal_handler(error, handled):
-        context = raised.__context__
-        try:
-            raise raised
-        finally:
-            raised.__context__ = context  # `raise` has put the error there
-
-
 def _frames_of(error: BaseException) -> list[FrameType]:
     """The frame of each call in the traceback of an error; the last has raised it."""
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -180,7 +145,7 @@ def _was_called_by_signal(frame: FrameType, interrupted: FrameType) -> bool:
 
     The handlers that are installed are not asked: a handler may have installed another before it raised.
     """
-    if _package_of(frame) in _TRANSLATORS:  # it handles no signals, and a look at its variables keeps them alive
+    if _package_of(frame) in _HANDLE_NO_SIGNALS:  # a look at their variables would keep these alive
         return False
     values = [frame.f_locals.get(name) for name in frame.f_code.co_varnames]
     values += [value[-1] for value in values if type(value) is tuple and value]  # the handler may take `*args`

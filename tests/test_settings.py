@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,6 @@ from only_one.errors import AlreadyRunning, ConfigurationError, LockUnavailable,
 from only_one.inspection import held
 from rigs.servers import RedisServer
 from tests.decorated import a_task, call_both, decorated, decorated_async, own_key, token_of_the_dead
-from tests.interruptions import handled, raises
 
 NOWHERE = {"broker_url": "memory://", "result_backend": "cache+memory://"}
 KEY = "only_one:k"
@@ -224,15 +222,6 @@ def test_a_callable_that_cannot_reach_what_it_asks_is_asked_again_by_the_next_ca
     for each in (decorated, decorated_async):
         assert each(own_key, when_down=skip, **decorate)() is None
     assert decorated(own_key, **decorate)() == KEY
-
-
-def test_a_signal_handler_s_exception_is_no_server_that_is_down(url: str) -> None:
-    def source() -> str:
-        signal.raise_signal(signal.SIGUSR1)
-        return url
-
-    with handled(raises(TimeoutError), signal.SIGUSR1), pytest.raises(TimeoutError):
-        decorated(own_key, redis=source, when_down=skip)()
 
 
 PROVIDER = "redis://h:5/3?credential_provider=redis.UsernamePasswordCredentialProvider"

@@ -122,8 +122,6 @@ class LockedCall(Call):
             if value is not None and self.caller.is_held_by_own(value):
                 self.pause = self.caller.asks_again_in(self, (yield ("PTTL", self.key)) / 1000)
         except TROUBLE as error:
-            if is_of_signal_handler(error):
-                raise
             return error
         return value
 

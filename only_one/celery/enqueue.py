@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from only_one.call.effective_options import Call, Decoration, Policy
 from only_one.call.locked_call import LockedCall
-from only_one.driver import TROUBLE, drive, is_of_signal_handler
+from only_one.driver import TROUBLE, drive
 from only_one.errors import AlreadyRunning, OnlyOneError
 from only_one.events import Busy, emit, log, warn_once
 from only_one.holder import Holder, Work, work_held_by
@@ -207,8 +207,6 @@ class Publication(TaskCaller):
             level = logging.WARNING if isinstance(error, ResponseError) else logging.DEBUG  # else it may be back soon
             log(level, "%s is queued, and may be queued again in %g s: %s", call.key, _UNTIL_PUBLISHED, error)
             release_later(PendingRelease(call.server, call.key, call.token, waiting.until, retained=waiting))
-            if is_of_signal_handler(error):
-                raise
 
     def _queue_newest(self, call: LockedCall, digest: str, most: float, eta: Any, *, is_waited_for: bool) -> Any:
         """Publish the task with its number; or give the newest task's result, if that is an equal call which waits.
@@ -218,8 +216,6 @@ class Publication(TaskCaller):
         try:
             trigger = coalescing.queue_anew(call, self.app, self.id, digest)
         except TROUBLE as error:
-            if is_of_signal_handler(error):
-                raise
             return self._publish() if is_waited_for or call.resolve_acquire(error) else call.result
         if isinstance(trigger, bytes):
             emit(Busy, call.key, self.name, b"")

@@ -14,7 +14,7 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 
 from only_one.connections.server_features import level_of
-from only_one.driver import TROUBLE, Commands, is_of_signal_handler
+from only_one.driver import TROUBLE, Commands
 from only_one.events import log
 from only_one.lock.commands import MarkerUpdate, Script, evaluate
 
@@ -117,6 +117,4 @@ def suppress_trouble(task_id: str) -> Iterator[None]:
     try:
         yield
     except TROUBLE as error:
-        if is_of_signal_handler(error):
-            raise
         log(level_of(error), "the completion marker or number of %s cannot be read or written: %s", task_id, error)

@@ -21,7 +21,7 @@ from weakref import WeakSet, finalize
 
 import redis
 
-from only_one.driver import RAW, Command, as_trouble, is_of_signal_handler, note_unanswered, raised_by_signal_handler
+from only_one.driver import RAW, Command, as_trouble, note_unanswered
 from only_one.forks import in_each_child
 from only_one.signatures import signature
 
@@ -133,19 +133,17 @@ class PinnedClient(redis.Redis):
             pinned = None
         # Not in the `except`: the IndexError would be the context of an error while connecting.
         pinned = pinned or _Pinned(self.connection_pool)
-        connection, handled = pinned.connection, sys.exc_info()[1]
-
+        connection = pinned.connection
         try:
             try:
                 reply = _exchange(connection, command)
             except redis.RedisError as error:
-                reply = _exchange_again(connection, command, error, handled)
+                reply = _exchange_again(connection, command, error)
         except BaseException as error:
             self._end(pinned, error)
-            is_closed = isinstance(error, redis.ConnectionError) and not raised_by_signal_handler(error, handled)
-            if self.sends_again or not is_closed:
+            if self.sends_again or not isinstance(error, redis.ConnectionError):
                 raise
-            note_unanswered()  # the command is sent again below
+            note_unanswered()  # the connection was closed, and the command is sent again below
         else:
             self._keep(pinned)
             return reply
@@ -174,7 +172,7 @@ def _exchange(connection: Any, command: Command) -> Any:
     return connection.read_response(disable_decoding=True)
 
 
-def _exchange_again(connection: Any, command: Command, failed: Exception, handled: BaseException | None) -> Any:
+def _exchange_again(connection: Any, command: Command, failed: Exception) -> Any:
     """After a time-out, send the command again, as often as the user's client says; else raise the error.
 
     redis-py's ``retry`` is called only now, because around each command it would cost a microsecond.
@@ -189,7 +187,7 @@ def _exchange_again(connection: Any, command: Command, failed: Exception, handle
 
     def before_another(error: Exception) -> None:
         connection.disconnect()
-        if isinstance(error, redis.ConnectionError) or raised_by_signal_handler(error, handled):
+        if isinstance(error, redis.ConnectionError):
             raise error
 
     return connection.retry.call_with_retry(attempt, before_another)
@@ -306,10 +304,10 @@ class _GuardedPool:
         try:
             connection = super().get_connection(*args, **options)  # type: ignore[misc]
         except Exception as error:
-            if is_of_signal_handler(error):
-                raise
             trouble = as_trouble(error)
-            raise trouble from trouble.__cause__
+            if trouble is error:
+                raise
+            raise trouble from error
         # An exception that is handled already is none of the command's. The connection keeps its id, because a
         # reference would keep the exception alive for as long as the connection.
         connection.lent_during = id(sys.exc_info()[1])

@@ -1,7 +1,6 @@
 """The servers that the renewing thread asks: one server, a master behind Sentinels, a cluster, which calls ask, too."""
 
 import copy
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,7 +11,7 @@ import redis
 from redis import exceptions
 
 from only_one.clock import now
-from only_one.driver import RAW, TROUBLE, Command, ServerTimeout, drive, raise_what_signal_handler_raised
+from only_one.driver import RAW, TROUBLE, Command, ServerTimeout, drive, is_of_signal_handler
 
 from .connection_pool import OF_ALL_CONNECTIONS, guarded
 from .slots import Address, Sender, Slots, Trip
@@ -64,14 +63,14 @@ class Node:
         Returns:
             The reply to each command, as bytes, or its error.
         """
-        handled = sys.exc_info()[1]
         try:
             pipeline = self.client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command, **RAW)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
-        except Exception as error:  # noqa: BLE001 - the thread has other keys to see to
-            raise_what_signal_handler_raised(error, handled)
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
             self.fail(pause)
             return [error] * len(commands)
         self._pause = _FIRST_PAUSE

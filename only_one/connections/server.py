@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import os
 import re
-import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from logging import INFO
@@ -15,7 +14,7 @@ import redis
 from redis import backoff, retry
 from redis.client import Pipeline
 
-from only_one.driver import TROUBLE, raise_what_signal_handler_raised
+from only_one.driver import TROUBLE
 from only_one.errors import ConfigurationError
 from only_one.events import log
 from only_one.forks import renew_locks_in_children
@@ -227,11 +226,9 @@ def find_server(source: Source) -> Server:
         return _from_clients.setdefault(id(source), Server(source))
     with suppress(TypeError, KeyError):
         return _from_callables[source]
-    handled = sys.exc_info()[1]
     try:
         given = source()
     except TROUBLE as error:  # the server is not remembered, so the next call calls the callable again
-        raise_what_signal_handler_raised(error, handled)
         return Server(_NoClient(error, source))
     if not isinstance(given, str) and not _is_client(given):
         msg = f"the callable given as redis= returned a {type(given).__name__}: return a client of redis-py"

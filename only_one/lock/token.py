@@ -12,7 +12,6 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
 
-from only_one.driver import is_of_signal_handler
 from only_one.forks import in_each_child
 from only_one.holder import FORMAT
 
@@ -141,9 +140,7 @@ def machine() -> str | None:
         links = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
         namespaces = [str(link.readlink()) if link.is_symlink() else "" for link in links]
         return "/".join([socket.gethostname(), boot, *namespaces])
-    except OSError as error:
-        if is_of_signal_handler(error):
-            raise
+    except OSError:
         return None
 
 
@@ -152,9 +149,7 @@ def process_start(pid: int) -> int | None:
     try:
         # Split after the command's name, the second field: it is in parentheses, and may have blanks.
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError) as error:
-        if is_of_signal_handler(error):
-            raise
+    except (OSError, IndexError, ValueError):
         return None
 
 

@@ -32,7 +32,6 @@ from rigs.proxy import Proxy
 from rigs.waiting import eventually
 from tests.celery.deliveries import QUEUE_TIMEOUT, SLACK, Keys, Queue, done, token_of, unique
 from tests.decorated import CLOSED, events
-from tests.interruptions import raised_after
 from tests.renewal import later
 
 pytestmark = pytest.mark.usefixtures("redis")
@@ -625,27 +624,6 @@ def test_a_task_that_could_not_ask_for_its_key_frees_it(queue: Queue, keys: Keys
     assert eventually(lambda: "k" not in keys)
     assert eventually(lambda: not renewal._renewer.pending_releases)  # it is not looked for again
     assert task.delay() != first
-
-
-@pytest.mark.parametrize(
-    ("number", "options"),
-    [(1, {}), (1, {"when_busy": buffer_one()}), (2, {"when_busy": buffer_one()})],
-    ids=["longer", "number", "published"],
-)
-def test_a_signal_handler_s_error_is_raised(queue: Queue, keys: Keys, way: Proxy, number: int, options: Any) -> None:
-    """Also where its class is one of the system's errors; the key of a published task lives for as long as it waits."""
-    task = unique(queue.app, "k", when_down=carry_on, **options)
-    task.delay("first")
-    if not options:
-        del keys["k"]
-    held = [way.hold_up("EVAL") for _ in range(number)]
-    for earlier in held[:-1]:
-        earlier.let_go()
-    with raised_after(held[-1].met, TimeoutError), pytest.raises(TimeoutError):
-        task.delay("second")
-    assert len(queue) == 1 + (number == 2 or not options)
-    assert options or eventually(lambda: keys.lives_for(QUEUE_TIMEOUT))
-    held[-1].let_go()
 
 
 @pytest.mark.parametrize(

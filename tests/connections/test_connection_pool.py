@@ -47,8 +47,6 @@ from tests.interruptions import (
     handled,
     interrupt,
     is_interrupted_after,
-    raised_after,
-    raises,
     while_handling,
 )
 from tests.renewal import is_idle, is_renewed
@@ -444,27 +442,6 @@ def test_an_exception_that_is_handled_already_does_not_interrupt_the_return_of_a
     before = unanswered.get()
     while_handling(Interruption, lambda: echo(pinned))
     assert unanswered.get() == before
-
-
-@pytest.mark.parametrize("error", [TimeoutError, ConnectionResetError])
-def test_a_command_is_not_sent_again_because_of_what_a_signal_handler_raises(
-    redis: Any, proxy: Proxy, error: type[OSError]
-) -> None:
-    """redis-py raises its own in its place; while it is handled, the server may close a connection like any other."""
-    patience: dict[str, Any] = {"retry": Retry(NoBackoff(), 1), "retry_on_error": [redis_py.TimeoutError]}
-    with redis_py.Redis.from_url(proxy.url, **patience) as client:
-        pinned = PinnedClient(client)
-        echo(pinned)
-        held = proxy.hold_up("PTTL")
-        # With a text, of which redis-py tells if it is still sending.
-        with raised_after(held.met, error, lambda kind: raises(kind("late"))), pytest.raises(redis_py.RedisError):
-            pinned.send_raw(("PTTL", "k"))
-        held.let_go()
-        assert echo(pinned)
-        assert proxy.commands == ["ECHO", "PTTL", "ECHO"]
-        for number in kept(pinned):
-            redis.client_kill_filter(_id=number)
-        while_handling(error, lambda: echo(pinned))
 
 
 def test_a_forgotten_connection_is_closed_also_where_its_pool_is_locked(client: Any, pinned: PinnedClient) -> None:

@@ -21,10 +21,6 @@ class Interrupted(Exception):
     """Raised in the middle of a call, as by a signal handler."""
 
 
-class TimeIsOver(Interrupted, TimeoutError):
-    """The same, but a class of the system's own errors: redis-py takes it for one of the system's."""
-
-
 def handle_signal(error: BaseException, _interrupted: Any) -> None:
     """Raise an exception as a signal handler does, which Python calls with the interrupted frame."""
     raise error
@@ -46,7 +42,7 @@ class Tracer:
 
     def __init__(self, met: Counter[tuple[str, int, int]] | None, left: int = 0, world: Any = None) -> None:
         self.met, self.left, self.world = met, left, world
-        self.kind: type[Exception] = TimeIsOver if left % 2 else Interrupted
+        self.kind: type[Exception] = Interrupted
         self.raised: Exception | None = None
 
     def trace(self, frame: Any, _what: str, _arg: Any) -> Any:
@@ -75,25 +71,22 @@ class Tracer:
             if self.left == 0:
                 error = self.kind()
                 self.world.troubled_at = self.world.now
-                retries = self.kind is TimeIsOver and self.world.deployment.client is not None
-                self.raised = None if _is_dropped(frame, retries=retries) else error
+                self.raised = None if _is_dropped(frame) else error
                 handle_signal(error, frame)
         return self._count_down
 
 
-def _is_dropped(frame: Any, *, retries: bool) -> bool:
+def _is_dropped(frame: Any) -> bool:
     """Whether an exception that is raised here is dropped.
 
-    Python drops it while it collects garbage, redis-py while it checks or closes a connection. A user's client with
-    ``retries`` takes it for an error of the server, and tries again.
+    Python drops it while it collects garbage, redis-py while it checks or closes a connection.
     """
-    drops = _DROPS + "|/redis/retry.py call_with_retry " * retries
     code = frame.f_code
     line = f"{code.co_filename} {code.co_name} {getline(code.co_filename, frame.f_lineno)}"
     is_dropped = re.search(r"/redis/.*( get_connection |sock\.(shutdown|close)\()", line) is not None
     while frame and not is_dropped:
         code, frame = frame.f_code, frame.f_back
-        is_dropped = re.search(drops, f"{code.co_filename} {code.co_name} ") is not None
+        is_dropped = re.search(_DROPS, f"{code.co_filename} {code.co_name} ") is not None
     return is_dropped
 
 
@@ -125,8 +118,6 @@ EXCEPTIONS = {
     "call.claim_work():  # if not isinstance": "a task is never an async run",
     "isinstance(call.ended_by, GeneratorExit)": "a coroutine that is closed by hand",
     "if is_of_signal_handler(error):  # raise": "Python traces no line after an exception that its tracer has raised",
-    "raised_by_signal_handler(error, handled):  # context": "the same",
-    "if is_of_signal_handler(each):  # return each": "the same",
     "if any(map(_was_called_by_signal, frames[1:], frames)):  # return True": "the same",
     "if result is CARRIED_ON:": "a mistake of the user, who is told at once",
     "if end is not None:": "the same",
