@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from logging import INFO
 from typing import Any, Union
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import redis
 from redis import backoff, retry
@@ -17,7 +17,7 @@ from redis.client import Pipeline
 from only_one.driver import TROUBLE
 from only_one.errors import ConfigurationError
 from only_one.events import log
-from only_one.forks import renew_locks_in_children
+from only_one.forks import in_each_child
 from only_one.option_values import check_callable
 from only_one.threads import start_native_thread
 
@@ -79,6 +79,18 @@ class _NoClient:
         self._is_asking = False
 
 
+_servers: WeakSet["Server"] = WeakSet()
+
+
+def _begin_anew_in_child() -> None:
+    """Leave the renewing thread's clients to the parent: at the fork, its thread may have acquired a lock of theirs."""
+    for server in _servers:
+        server.begin_anew_in_child()
+
+
+in_each_child(_begin_anew_in_child)
+
+
 class Server:
     """One server as seen from this process.
 
@@ -100,7 +112,8 @@ class Server:
         self.is_known = not isinstance(client, _NoClient)
         self.looked_at_from = 0.0
         self._nodes: ClusterNodes | Node | None = None
-        renew_locks_in_children(self)
+        self._inherited: list[object] = []
+        _servers.add(self)
 
     @property
     def nodes(self) -> ClusterNodes | Node:
@@ -113,6 +126,11 @@ class Server:
         if self._nodes is None:
             self._nodes = nodes_of(self._given)
         return self._nodes
+
+    def begin_anew_in_child(self) -> None:
+        """Have the nodes made anew when needed. The parent's are never closed, which might wait for that lock."""
+        self._inherited.append(self._nodes)
+        self._nodes = None
 
     def node_of(self, key: str | bytes) -> Node:
         """The one of these nodes that stores ``key``."""

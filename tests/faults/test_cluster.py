@@ -245,7 +245,6 @@ for lock in (getattr(client.nodes_manager, name, None) for name in ("_initializa
         ThreadPoolExecutor(1).submit(lock.acquire).result()
 
 def is_well():
-    client.nodes_manager.initialize()
     return work() == "done"
 """
 

@@ -20,30 +20,18 @@ from tests.faults.programs import Program
 pytestmark = pytest.mark.interrupts
 
 IN_A_CHILD: dict[str, str] = {
-    "while another thread looks a server up, configures, acquires a connection or releases it, or asks a Sentinel": """
+    "while another thread configures, and that which renews acquires a connection": """
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-import redis.sentinel
 from only_one import configure, settings
 from only_one.connections.server import find_server
 
-small = redis.Redis.from_url(sys.argv[1], max_connections=3)
-sentinel = redis.sentinel.Sentinel([])
-sentinel.sentinels = [redis.Redis.from_url(sys.argv[1])]
-servers = [find_server(source) for source in (sys.argv[1], small, sentinel.master_for("m"))]
-clients = [server.client for server in servers]
-pools = [client.connection_pool for client in (*clients, *sentinel.sentinels)]
-locks = [settings._lock, *(pool._lock for pool in pools), *(pool._fork_lock for pool in pools)]
-locks += [pool._event_dispatcher._lock for pool in pools if hasattr(pool, "_event_dispatcher")]
-for lock in locks:
+server = find_server(sys.argv[1])
+for lock in (settings._lock, server.node_of("k").client.connection_pool._lock):
     ThreadPoolExecutor(1).submit(lock.acquire).result()
 
 def is_well():
-    find_server(sys.argv[1] + "?db=1")
     configure(timeout=1)
-    with suppress(redis.RedisError):  # it is no Sentinel
-        clients.pop().execute_command("PING")
-    return all(client.execute_command("PING") for client in clients)
+    return server.client.execute_command("PING") and server.node_of("k").send([("EXISTS", "k")]) == [0]
 """,
     # Else each would read the other's replies.
     "connections of its own in the event loop of its parent": """
