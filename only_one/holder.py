@@ -75,7 +75,7 @@ class Holder:
     @classmethod
     def parse(cls, value: str | bytes) -> "Holder | None":
         """The holder that ``value`` encodes, or None: anybody can store anything at our keys."""
-        return (_parse if len(value) <= _LONGEST_REMEMBERED else _parse.__wrapped__)(value)
+        return _parse(value)
 
     def __str__(self) -> str:
         task = f" (task {self.task_id})" if self.task_id else ""
@@ -104,13 +104,8 @@ def printable(text: str) -> str:
 
 def is_queued(value: bytes) -> bool:
     """Whether the task that ``value`` encodes waits, in its queue or in a worker: then a run may take over its key."""
-    if not value.startswith((b"queued", b"received"), value.find(_STATE) + len(_STATE)):  # cheaper than parsing
-        return False
     holder = Holder.parse(value)
     return holder is not None and holder.state in {"queued", "received"}
-
-
-_STATE = b'"state":"'
 
 
 _TYPES: dict[str, Any] = {
@@ -123,8 +118,6 @@ _TYPES: dict[str, Any] = {
 
 _ADDED_LATER: dict[str, Any] = {"replacement": 0, "queue": None}
 """The fields that the first values of this format did not have, with their defaults."""
-
-_LONGEST_REMEMBERED = 2000
 
 
 @lru_cache(maxsize=1000)

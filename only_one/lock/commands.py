@@ -1,6 +1,5 @@
 """The lock's commands and Lua scripts, as command generators: acquire, release, replace, renew and fence."""
 
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Union
 
 from redis.exceptions import ResponseError
@@ -125,7 +124,6 @@ elseif value and has_note and not string.find(value, string.match(ARGV[2], '"tas
 end""")
 
 
-@lru_cache(maxsize=100)
 def _expiry_in(seconds: float) -> tuple[bytes, bytes]:
     """The expiry of a key as SET takes it, in bytes, which cost redis-py less than a str and an int."""
     return b"PX", b"%d" % round(seconds * 1000)

@@ -15,22 +15,21 @@ def is_dead(value: bytes) -> bool:
     It is dead if its process, of this machine, is gone; or if its process is this one, and no such call is under way.
     A holder of another machine, a kept key and an unknown value are not dead.
     """
-    process = this_process()
-    if value.startswith(process.mark):
+    if value.startswith(this_process().mark):
         holder = None if value in active_tokens else Holder.parse(value)
         return holder is not None and holder.state == "running"
-    holder = Holder.parse(value) if value.startswith(process.machine_mark) else None
-    return holder is not None and holder.state in {"running", "received"} and _has_gone(holder)
+    holder = Holder.parse(value) if is_gone(value) else None
+    return holder is not None and holder.state in {"running", "received"}
 
 
 def is_gone(value: bytes) -> bool:
-    """Whether the process of this machine that ``value`` names is certainly gone."""
+    """Whether the process of this machine that ``value`` names is certainly gone.
+
+    Then there is no process with its id, or only one that began at another time.
+    """
     holder = Holder.parse(value) if value.startswith(this_process().machine_mark) else None
-    return holder is not None and _has_gone(holder)
-
-
-def _has_gone(holder: Holder) -> bool:
-    """Whether there is no process with the holder's id, or only one that began at another time."""
+    if holder is None:
+        return False
     try:
         if holder.pid > 0:  # `kill` takes any other number for a process group, and no holder has such an id
             os.kill(holder.pid, 0)

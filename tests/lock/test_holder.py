@@ -21,7 +21,6 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from only_one import holder
 from only_one.clock import now
 from only_one.holder import Holder, is_queued, printable, task_id_of
 from only_one.lock import liveness, token
@@ -347,18 +346,6 @@ def test_a_value_that_only_begins_like_one_of_ours_or_is_serialized_otherwise_is
 
 
 # What is remembered
-
-
-def test_what_is_remembered_of_the_living_has_an_end(process: Acquirer) -> None:
-    holder._parse.cache_clear()
-    values = [changed(process.value, number=number) for number in range(1001)]
-    assert not any(map(is_dead, values))
-    remembered = holder._parse.cache_info()
-    assert remembered.currsize == 1000
-    assert Holder.parse(changed(process.value, more="x" * 2000)) is not None
-    assert holder._parse.cache_info().misses == remembered.misses  # no huge value takes the memory
-    process.kill()
-    assert all(map(is_dead, values))
 
 
 def test_who_was_just_seen_alive_is_not_read_of_again(process: Acquirer, monkeypatch: pytest.MonkeyPatch) -> None:
