@@ -1,15 +1,13 @@
 """Exceptions out of nowhere: a soft time limit or Ctrl-C may be raised at any line of ours, and leaves nothing behind.
 
-Here they are raised at every place in turn, found by tracing a call, and by real signals at random moments.
+Here they are raised at every place in turn, found by tracing a call.
 What is raised before the reply to a command is in `connections/test_interruptions.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from contextvars import copy_context
@@ -17,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import redis as redis_py
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import AlreadyRunning, ConfigurationError, current_lock, events, fail, only_one
@@ -29,9 +26,7 @@ from tests.interruptions import (
     AfterCall,
     AtLine,
     Interruption,
-    handled,
     interrupt,
-    is_interrupted_after,
     raises,
     traced,
 )
@@ -171,29 +166,6 @@ def test_an_async_call_that_is_interrupted(redis: Any, prefix: str, kind: type[A
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
-
-
-# Real signals
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised where Python collects garbage
-def test_calls_that_are_interrupted_by_signals(redis: Any, redis_url: str, prefix: str) -> None:
-    hits = 0
-    with handled(interrupt):
-        for _ in range(12):
-            # A client of its own, as redis-py's pool may lose a connection.
-            with redis_py.Redis.from_url(redis_url) as client:
-                call = only_one(work, key="{which}", redis=client, lease=600)
-                began = time.monotonic()
-                assert [call("first") for _ in range(10)] == ["done"] * 10
-                usual = (time.monotonic() - began) / 10
-                for number in range(25):
-                    moment = max(1e-6, random.uniform(0, 1.3 * usual))
-                    hits += copy_context().run(is_interrupted_after, moment, partial(call, str(number)))
-                    assert nothing_is_held()
-                    assert call("after") == "done"
-    assert hits > 20
-    assert eventually(lambda: not redis.keys(f"{prefix}*")), redis.keys(f"{prefix}*")
 
 
 @pytest.mark.timeout(LIMIT, method="thread")  # it would wait without end
