@@ -269,7 +269,7 @@ class LockedCall(Call):
         is_final = no_write_in_flight and not self._may_come_late
         until = now() + self.options.ttl
         if self._stage == "held":  # perhaps for longer, by `extend`
-            until = max(until, self.lease.may_live_until)
+            until = max(until, self.lease.expires_at)
         if self.server.is_known:  # no command was sent to an unknown server
             release_later(PendingRelease(self.server, self.key, self.token, until, is_final, retained))
         # Last, so that `__exit__` cleans up again if a signal handler has raised an exception meanwhile.
@@ -282,18 +282,13 @@ class LockedCall(Call):
             result: the result of the release; None if no reply has told it.
             was_sent_twice: whether a key that is missing may have been deleted by the first of two releases.
         """
-        is_missing = result is not None and result.status == "gone"
-        has_expired = is_missing and now() >= self.lease.expires_at
-        # A key that expired while it was released is not lost: its retained value must still be stored. A key that
-        # somebody has deleted during the run stays free.
-        was_deleted_before = self.lost is not None and self.lost.reason == "deleted"
-        must_store = self._retained is not None and has_expired and not was_deleted_before
         outcome: Any = "unknown"
-        if result is None or must_store:
+        if result is None:
             self.clean_up(no_write_in_flight=True, retained=self._retained)
         else:
             outcome = result.status
-            is_deleted_by_another = is_missing and not has_expired and not was_sent_twice
+            is_missing = result.status == "gone" and not was_sent_twice
+            is_deleted_by_another = is_missing and now() < self.lease.expires_at
             reason = "deleted" if is_deleted_by_another else result.status
             if self.lost is None and reason in ("deleted", "taken"):
                 self.lost = LockLost(self.key, reason, result.value.decode(errors="backslashreplace"))

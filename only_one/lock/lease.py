@@ -32,7 +32,6 @@ class Lease:
             is not known.
         trouble: the error of the last renewal, or None if that succeeded.
         expires_at: until when the server lets the key live at least, by ``clock.now()``.
-        may_live_until: until when the key may live because of an ``extend``, answered or not, by ``clock.now()``.
         renewer: the object that renews the lease and tells its run of a loss; None before that begins.
     """
 
@@ -40,7 +39,6 @@ class Lease:
     value = b""
     trouble: Exception | None = None
     expires_at = -inf
-    may_live_until = -inf
     renewer: Any = None
     _fence: int | None = None
 
@@ -107,22 +105,19 @@ class Lease:
         """The error that says how the key was lost; None while it is ours."""
         if self.is_held:
             return None
-        reason = self.reason or self.reason_by_time(now())
+        reason = self.reason or self.reason_by(None)
         lost = LockLost(self.key, reason, self.value.decode(errors="backslashreplace"))
         lost.__cause__ = self.trouble if reason == "expired" else None
         return lost
-
-    def reason_by_time(self, moment: float) -> str:
-        """Why the key has expired by itself."""
-        return "overrun" if moment >= self.ends_at else "expired"
 
     def reason_by(self, reply: object) -> str:
         """Why the key is lost. ``reply`` is the value that is stored there, or None if the key is missing."""
         if reply is not None:
             return "taken"
         moment = now()
-        # The key may have expired while the command was on its way.
-        return "deleted" if moment < self.expires_at else self.reason_by_time(moment)
+        if moment >= self.ends_at:
+            return "overrun"
+        return "expired" if moment >= self.expires_at else "deleted"
 
     def lose(self, reason: str, value: bytes = b"") -> str:
         """Note that the key is lost, and return the reason; the reason that was noted first counts."""
@@ -158,7 +153,6 @@ class Lease:
         asked = now()
         # A key that is renewed gets no more than its lease, so that it does not outlive a dead holder for longer.
         ttl = min(self.ttl, ends_at - asked) if self.renews else ends_at - asked
-        self.may_live_until = max(self.may_live_until, asked + ttl)
         self._ask(RENEW, round(ttl * 1000))
         self.ends_at = ends_at
         self.note_expiry(asked, ttl)
@@ -199,10 +193,7 @@ class Lease:
         commands = evaluate(script, self.key, self.token, *args, beside=beside)
         reply = drive(self.server.client, commands) if self.server else time.time_ns() // 1000
         if not isinstance(reply, int):
-            self.renewer.note_loss(self, self.reason_by(reply), reply or b"")
-        # The key is lost by this reply, or another thread has noted a loss meanwhile. If the expiry that is known here
-        # has only passed meanwhile, that is no loss: the reply says that the key was ours.
-        if self.reason is not None:
+            self.renewer.note_loss(self, reply)
             self.ensure_held()
         return reply
 

@@ -19,7 +19,7 @@ class _Common:
 
     Attributes:
         features: which commands the server knows.
-        expires_at: when the key that was acquired or extended last expires, by ``clock.now()``.
+        expires_at: when the key that was acquired last expires unless it is extended, by ``clock.now()``.
     """
 
     local: Any
@@ -41,16 +41,6 @@ class _Common:
             LockNotOwnedError: if the key has another owner, or has expired.
         """
         return self._drive(self.redis, self._release(expected_token))
-
-    def do_extend(self: Any, additional_time: float, replace_ttl: bool) -> Any:  # noqa: FBT001 - redis-py's
-        """If the key is ours, add ``additional_time`` seconds to its life, or to now if ``replace_ttl``."""
-        self.expires_at = (now() if replace_ttl else self.expires_at) + additional_time
-        return super().do_extend(additional_time, replace_ttl)  # type: ignore[misc]
-
-    def do_reacquire(self: Any) -> Any:
-        """If the key is ours, let it live for its whole time again."""
-        self.expires_at = now() + (self.timeout or math.inf)
-        return super().do_reacquire()  # type: ignore[misc]
 
     def _acquire(self: Any, token: bytes) -> Commands[bool]:
         # Counted from before the command is sent, so the holder never takes the key for its own after the expiry.

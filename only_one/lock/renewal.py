@@ -165,7 +165,7 @@ class _Renewer:
         due: list[Lease] = []
         for lease in self.held():
             if moment >= min(lease.expires_at, lease.ends_at):
-                self.note_loss(lease, lease.reason_by_time(moment))
+                self.note_loss(lease)
             # A renewal may come early by a fiftieth of the lease, to go with others in one trip.
             elif lease.renews and lease.renew_at <= moment + lease.ttl / 50:
                 due.append(lease)
@@ -180,32 +180,33 @@ class _Renewer:
             for each, ttl in ttls.items()
         ]
         replies = node.send(commands, _pause(leases))
-        news: dict[str, list[Lease]] = {}
         for (lease, ttl), reply in zip(ttls.items(), replies, strict=True):
-            before = _described(lease.trouble)
             self.note(lease, sent, ttl, reply)
-            if lease.trouble is not None and (reason := _described(lease.trouble)) != before:
-                news.setdefault(reason, []).append(lease)
-        for those in news.values():
-            _explain(those)
 
     def note(self, lease: Lease, sent: float, ttl: float, reply: Any) -> None:
         """Note the result of a renewal, by its reply or error."""
         is_trouble = isinstance(reply, Exception) and not is_of_another_type(reply)
+        before = _described(lease.trouble)
         lease.trouble = reply.with_traceback(None) if is_trouble else None
         if lease.trouble:
             lease.try_again_at(now() + _pause([lease]))
+            if _described(lease.trouble) != before:
+                _explain(lease)
         elif isinstance(reply, int):
             lease.note_expiry(sent, ttl)
         else:
-            value = reply if isinstance(reply, bytes) else b""
-            self.note_loss(lease, lease.reason_by(reply), value)
+            self.note_loss(lease, reply)
 
-    def note_loss(self, lease: Lease, reason: str, value: bytes = b"") -> None:
+    def note_loss(self, lease: Lease, reply: Any = None) -> None:
         """Stop renewing, and tell the run of its loss: in another thread, because the policy is the user's code.
 
         If no thread can be started, the run is told at its end.
+
+        Args:
+            lease: the lease.
+            reply: the value that is stored at the key, or the error that it is of another type; None if it is missing.
         """
+        reason, value = lease.reason_by(reply), reply if isinstance(reply, bytes) else b""
         # No thread if nobody listens: the run has ended, or a task that was received has begun and taken over its key.
         if lease.lose(reason, value) == reason and lease.on_loss:
             start_native_thread("only_one-lost", lease.tell_loss, lease.loss())
@@ -216,16 +217,15 @@ def _described(error: Exception | None) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _explain(leases: list[Lease]) -> None:
-    """Log why leases could not be renewed, all for the same reason."""
-    keys = f"{leases[0].key} and {len(leases) - 1} others" if len(leases) > 1 else leases[0].key
-    if is_forbidden(leases[0].trouble):
+def _explain(lease: Lease) -> None:
+    """Log why a lease could not be renewed."""
+    if is_forbidden(lease.trouble):
         advice = "give it what docs/access-rights.md lists, or write timeout= and no lease="
         text = "%s cannot be renewed, and will be lost, as the server refuses a command to its user: %s: %s"
-        log_beside(logging.WARNING, text, keys, leases[0].trouble, advice)
+        log_beside(logging.WARNING, text, lease.key, lease.trouble, advice)
     else:
-        reason = _described(leases[0].trouble)
-        log_beside(logging.DEBUG, "%s could not be renewed, and will be tried again: %s", keys, reason)
+        text = "%s could not be renewed, and will be tried again: %s"
+        log_beside(logging.DEBUG, text, lease.key, _described(lease.trouble))
 
 
 def _pause(leases: list[Lease]) -> float:

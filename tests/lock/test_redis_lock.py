@@ -22,7 +22,6 @@ import redis
 import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import NoBackoff
-from redis.exceptions import LockNotOwnedError
 from redis.retry import Retry
 
 from only_one import current_lock, driver, fail
@@ -160,26 +159,6 @@ def test_a_key_is_acquired_and_released(url: str, direct: Any, key: str, options
             direct.delete(key)
         assert acquire(client, features, key, b"ours", None) is None
     assert direct.pttl(key) == -1
-
-
-# What redis-py's lock does, ours does too; for redis-py's own tests see `test_redis_py`
-
-
-def test_a_lock_that_was_extended_keeps_its_longer_time(make_lock: Any, url: str, direct: Any, key: str) -> None:
-    lock, begun = make_lock(url, 20_000), now()
-    for act, seconds in (
-        (lock.acquire, 20_000),
-        (lambda: lock.extend(30_000), 50_000),
-        (lambda: lock.extend(10_000, replace_ttl=True), 10_000),
-        (lock.reacquire, 20_000),
-    ):
-        assert act() is True
-        assert begun + seconds <= lock.expires_at <= now() + seconds
-        assert (seconds - LIMIT) * 1000 < direct.pttl(key) <= seconds * 1000
-    direct.set(key, "another's")
-    for action in (lambda: lock.extend(600), lock.reacquire, lock.release):
-        with pytest.raises(LockNotOwnedError):
-            action()
 
 
 # Replacement, and the completion marker
@@ -336,18 +315,14 @@ def test_a_server_is_asked_once_for_what_it_refuses(
 
 @over_new_and_old
 @pytest.mark.parametrize("losses", [1, 2])
-@pytest.mark.parametrize(("timeout", "extends"), [(600, False), (600, True), (None, False)])
+@pytest.mark.parametrize("timeout", [600, None])
 def test_the_reply_to_acquire_is_lost_and_redis_py_asks_again(
-    make_lock: Any, proxy: Proxy, direct: Any, key: str, losses: int, timeout: Any, monkeypatch: Any, *, extends: bool
+    make_lock: Any, proxy: Proxy, direct: Any, key: str, losses: int, timeout: Any
 ) -> None:
-    """Also later than it was acquired for at first, where it was extended."""
     lock, lost = make_lock(proxy.url, timeout, losses), proxy.lose_reply("SET", times=losses)
     assert lock.acquire(blocking=False)
     assert lost.met.is_set()
     assert direct.get(key) == lock.local.token
-    if extends:
-        assert lock.extend(600)
-        monkeypatch.setattr("only_one.lock.redis_lock.now", lambda: now() + 900)
     lost = proxy.lose_reply(*RELEASES)
     lock.release()
     assert lost.met.is_set()

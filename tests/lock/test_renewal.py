@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -16,7 +15,6 @@ from queue import Empty
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
-from weakref import ref
 
 import pytest
 import redis as redis_py
@@ -70,7 +68,7 @@ def test_a_lease_that_is_lost_by_the_clock(
     assert eventually(lambda: told == [(reason, "only_one-lost")])
     assert watch.renewer.held() == []
     lock.on_loss.append(print)
-    watch.renewer.note_loss(lock, "deleted")  # the reason that was noted first counts
+    watch.renewer.note_loss(lock, b"another's")  # the reason that was noted first counts
     assert lock.on_loss
 
 
@@ -137,43 +135,47 @@ def test_a_renewal_that_fails_is_tried_again_after_a_tenth_of_the_lease(watch: W
         node(server).backs_off_until = MOMENT
 
 
-def test_why_a_renewal_failed(watch: Watch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_renewal_failed(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is logged once until the reason is another, by a thread that may take its time."""
-    started: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(renewal, "start_native_thread", lambda *thread: started.append(thread))
+    logged: list[tuple[int, str]] = []
+    monkeypatch.setattr(renewal, "log_beside", lambda level, text, *rest: logged.append((level, text % rest)))
     server = watch.server(DOWN)
-    locks = [watch.lease(server, name) for name in ("one", "two")]
-    cases: list[tuple[int, Any, int]] = [
-        (logging.INFO, None, 0),
-        (logging.DEBUG, None, 1),
-        (logging.DEBUG, "the same", 1),
-        (logging.DEBUG, OSError(), 2),
-    ]
-    for level, reason, logged in cases:
-        caplog.set_level(level, "only_one")
-        for lock in locks:
-            lock.trouble = lock.trouble if reason == "the same" else reason
-            lock.renew_at = node(server).backs_off_until = MOMENT
+    lock = watch.lease(server)
+
+    def renew(reply: Any = None) -> None:
+        lock.renew_at = node(server).backs_off_until = MOMENT
+        if reply:
+            server._nodes.send = lambda *_: [reply]
         watch.renewer.renew_due()
-        assert all(isinstance(lock.trouble, redis_py.ConnectionError) for lock in locks)
-        assert [(name, run.func) for name, run, *_ in started] == [("only_one-log", log)] * logged
-        down_error = lock.trouble
-    for other in ("busy", "full"):  # which redis-py's `repr` does not tell apart
-        for lock in locks:
-            lock.renew_at = node(server).backs_off_until = MOMENT
-        refusals = [NoPermissionError("no permissions"), ResponseError(other)]
-        server._nodes.send = lambda *_, refusals=refusals: refusals
-        watch.renewer.renew_due()
+
+    renew()
+    down = lock.trouble
+    assert isinstance(down, redis_py.ConnectionError)
+    renew()
+    # redis-py's `repr` does not tell the last two apart.
+    for refusal in (NoPermissionError("no permissions"), ResponseError("busy"), ResponseError("full")):
+        renew(refusal)
     refused = "cannot be renewed, and will be lost, as the server refuses a command to its user: no permissions"
     advice = "give it what docs/access-rights.md lists, or write timeout= and no lease="
     again = "could not be renewed, and will be tried again"
-    down, _, *others = [(level, text % tuple(rest)) for _, _, level, text, *rest in started]
-    assert down == (logging.DEBUG, f"{locks[0].key} and 1 others {again}: ConnectionError: {down_error}")
-    assert others == [
-        (logging.WARNING, f"{locks[0].key} {refused}: {advice}"),
-        (logging.DEBUG, f"{locks[1].key} {again}: ResponseError: busy"),
-        (logging.DEBUG, f"{locks[1].key} {again}: ResponseError: full"),
+    assert logged == [
+        (logging.DEBUG, f"{lock.key} {again}: ConnectionError: {down}"),
+        (logging.WARNING, f"{lock.key} {refused}: {advice}"),
+        (logging.DEBUG, f"{lock.key} {again}: ResponseError: busy"),
+        (logging.DEBUG, f"{lock.key} {again}: ResponseError: full"),
     ]
+
+
+def test_the_log_is_written_by_another_thread_if_somebody_reads_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Mock()
+    monkeypatch.setattr(renewal, "start_native_thread", started)
+    for level in (logging.INFO, logging.DEBUG):
+        caplog.set_level(level, "only_one")
+        renewal.log_beside(logging.DEBUG, "%s", "text")
+    ((name, run, *rest),) = [each.args for each in started.call_args_list]
+    assert (name, run.func, rest) == ("only_one-log", log, [logging.DEBUG, "%s", "text"])
 
 
 def test_a_node_that_backs_off_is_not_asked(watch: Watch, redis_url: str) -> None:
@@ -226,28 +228,6 @@ def test_only_runs_that_are_under_way_are_in_its_care(watch: Watch, redis_url: s
     assert watch.renewer.next_due() == pending.try_at < kept.renew_at
     pending.try_at = kept.renew_at + 1
     assert watch.renewer.next_due() == kept.renew_at
-
-
-def test_leases_come_and_go_while_they_are_looked_at(watch: Watch, redis_url: str) -> None:
-    """Other threads run between any two, and where garbage is collected, as it is at any of them until Python 3.11."""
-    lease = watch.lease(watch.server(redis_url))
-    leases = watch.renewer.leases
-
-    def end_one(*_: object) -> Lease:
-        leases.popitem()
-        return lease
-
-    leases.clear()
-    leases[b"first"] = end_one  # type: ignore[assignment]
-    leases.update({b"%d" % number: ref(lease) for number in range(3000)})  # CPython keeps 2000 tuples
-    before = gc.get_threshold()
-    gc.callbacks.append(end_one)
-    gc.set_threshold(10)
-    try:
-        assert set(watch.renewer.held()) == {lease}
-    finally:
-        gc.set_threshold(*before)
-        gc.callbacks.remove(end_one)
 
 
 @pytest.fixture
