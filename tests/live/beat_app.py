@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from celery.schedules import schedstate, schedule
-from celery.signals import after_task_publish, before_task_publish, task_postrun
+from celery.signals import before_task_publish
 
 from only_one import only_one
 from tests.live.app import app
@@ -36,9 +36,9 @@ class EveryTick(schedule):  # type: ignore[misc]  # Celery has no types
 
 @app.task(name="tick", shared=False, ignore_result=True)  # type: ignore[untyped-decorator]
 @only_one("tick", lease=5, at_least=AT_LEAST)
-def run(number: str) -> str:  # noqa: ARG001 - for the witness
+def run(number: str) -> None:
     """Take no time, so that without `at_least` it might run again at once."""
-    return "done"
+    note("run", number)
 
 
 if URL in os.environ:  # in a beat or a worker
@@ -46,15 +46,5 @@ if URL in os.environ:  # in a beat or a worker
 
     @before_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
     def about_to_send(body: Any, **_: Any) -> None:
-        """Write into the message of which tick it is."""
+        """Write into the message of which tick it is; what becomes of it, `tests.live.app` writes down."""
         body[0][0] = str(int(ticks_until(time.time())))
-
-    @after_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
-    def sent(body: Any, **_: Any) -> None:
-        """Write down what a beat has sent."""
-        note("sent", body[0][0])
-
-    @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
-    def ended(args: list[str], retval: Any, **_: Any) -> None:
-        """Write down what has become of it."""
-        note("result", args[0], retval)

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,35 +102,6 @@ def refuses(url: str) -> bool:
     except httpx.TransportError:
         return True
     return False
-
-
-class SlowFile:
-    """A named pipe: a run that reads it waits until the test gives it something to read.
-
-    Args:
-        path: where it is to be.
-    """
-
-    def __init__(self, path: Path) -> None:
-        os.mkfifo(path)
-        self.path = str(path)
-        self._pipe: int | None = None
-
-    def is_read(self) -> bool:
-        """Whether a run has begun to read it, and waits."""
-        if self._pipe is None:
-            with suppress(OSError):  # there is no reader
-                self._pipe = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
-        return self._pipe is not None
-
-    def give(self, text: str) -> None:
-        """Let the run that reads it go on."""
-        assert eventually(self.is_read), f"nobody reads {self.path}"
-        pipe, self._pipe = self._pipe, None
-        assert pipe is not None
-        with suppress(BrokenPipeError):  # the run that read it is dead
-            os.write(pipe, text.encode())
-        os.close(pipe)
 
 
 def shown_in(page: str) -> list[str]:
