@@ -103,49 +103,6 @@ def dead() -> bytes:
     return token_of("mine", is_dead=True)
 
 
-DONE, WAITS, LEFT, RELEASED = (True, True), (False, False), (True, False), (False, True)
-"""Whether there is nothing left to release; and whether the key is free then."""
-
-
-def killed_run(server: Server, key: str, attempt: int = 0, *, takeover: bool = True) -> Any:
-    """What the renewing thread has to see to for a run that was killed."""
-    options: Any = SimpleNamespace(takeover=takeover, ttl=HOUR, queue_timeout=HOUR)
-    delivery: Any = SimpleNamespace(work=Work("mine", 0, attempt), name="work", retained_value=lambda _: None)
-    return ended_tasks._KilledRun(server, key, delivery, options)
-
-
-def test_a_key_is_released_when_its_process_is_dead(
-    keys: Keys, server: Server, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def look(value: bytes | None, *, takeover: bool = True, attempt: int = sys.maxsize) -> tuple[bool, bool]:
-        if value is not None:
-            keys["k"] = value
-        is_over = killed_run(server, f"{keys.prefix}k", attempt, takeover=takeover).act_on(keys["k"])
-        renewal.finish_pending_releases()
-        return is_over, "k" not in keys
-
-    value, zombie, late = [held_by(child.pid) for _ in range(3)]
-    another = held_by(child.pid, "another")
-    assert look(None) == DONE
-    assert look(value) == WAITS
-    assert look(held_by(os.getppid())) == WAITS
-    end(child)
-    assert look(held_by(child.pid, machine="elsewhere")) == WAITS
-    assert look(another) == LEFT
-    assert look(value, takeover=False) == LEFT
-    assert look(value) == RELEASED
-    with monkeypatch.context() as patch:
-        patch.delattr(os, "waitid")  # as on macOS
-        assert look(zombie) == WAITS
-    assert look(zombie) == RELEASED  # it was not waited for
-    assert child.wait() < 0
-    assert look(another) == LEFT
-    assert look(late) == RELEASED
-    for attempt, waits, outcome in ((sys.maxsize, 0, RELEASED), (1, 1, RELEASED), (0, 1, LEFT)):
-        assert look(queued("mine", waits), takeover=False, attempt=attempt) == outcome
-
-
 @pytest.mark.usefixtures("app")
 def test_the_death_of_a_process_is_waited_for(
     server: Server, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
@@ -153,7 +110,8 @@ def test_the_death_of_a_process_is_waited_for(
     """For ten seconds, and not all the time; if the key's slot has moved, it is asked for again without a warning."""
     moment = 0.0
     monkeypatch.setattr(ended_tasks, "now", lambda: moment)
-    ending = killed_run(server, "k")
+    delivery, options = SimpleNamespace(work=Work("mine", 0, 0), name="work"), SimpleNamespace(takeover=True)
+    ending = ended_tasks._KilledRun(server, "k", delivery, options)  # type: ignore[arg-type]
     assert not ending.note_reply(ending.command(), MovedError("5 127.0.0.1:7"))
     assert not events._warned_of
     for moment, is_over in ((0.0, False), (PATIENCE - 1, False), (PATIENCE, True)):
@@ -183,6 +141,37 @@ def end_without_a_run(task: Any, **request: Any) -> None:
     about = SimpleNamespace(app=task.app, request=Context({"id": "mine", "retries": 0, **request}))
     task_postrun.send(sender=task, task=about)
     assert eventually(lambda: not renewal._renewer.pending_releases)
+
+
+KILLED: dict[str, tuple[Callable[[int], bytes], bool]] = {
+    "it was waited for": (held_by, True),
+    "it was not waited for": (held_by, True),
+    "it was not waited for, on macOS": (held_by, False),
+    "it lives": (lambda _: held_by(os.getppid()), False),
+    "it is on another machine": (lambda pid: held_by(pid, machine="elsewhere"), False),
+    "it has begun another task": (lambda pid: held_by(pid, "another"), False),
+    "it has left others, without `takeover`": (held_by, False),
+    "its attempt was queued again, without `takeover`": (lambda _: queued("mine", 1), True),
+    "it had published a retry": (lambda _: queued("mine", 2), False),
+}
+"""The process of a killed run, which was attempt 1: how the value at the key is made of its pid; is the key free?"""
+
+
+@pytest.mark.parametrize("process", KILLED)
+def test_the_key_of_a_killed_run_is_released_once_its_process_is_dead(
+    app: Celery, keys: Keys, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, process: str
+) -> None:
+    make, is_free = KILLED[process]
+    monkeypatch.setattr(ended_tasks, "_PATIENCE", 0.1)
+    keys["k"] = make(child.pid)
+    end(child)
+    if process == "it was waited for":
+        child.wait()
+    if "macOS" in process:
+        monkeypatch.delattr(os, "waitid")
+    revoke(a_task(app, work, key="{key}", takeover="takeover" not in process), "k", terminated=True, retries=1)
+    renewal.finish_pending_releases()
+    assert ("k" not in keys) == is_free
 
 
 def test_the_key_of_a_lost_process_is_released(
@@ -336,16 +325,6 @@ def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys
         keys["changed"] = queued("mine", 0)
         revoke(each, "another", **header)
         assert eventually(lambda: "changed" not in keys)
-
-
-def test_a_revoked_task_takes_no_thread_while_the_server_is_away(unique_task: Any, keys: Keys, way: Proxy) -> None:
-    """There may be thousands, as where a queue is full of tasks that have expired."""
-    keys["k"] = queued("mine", 0)
-    with way.refused():
-        request = Context(id="mine", **Header("mine", 0, key=f"{keys.prefix}k").as_headers())
-        task_revoked.send(sender=unique_task, request=request, terminated=False)
-        assert not endings()
-    assert eventually(lambda: "k" not in keys)
 
 
 def test_the_key_of_a_task_that_has_not_begun_is_on_the_server_of_its_decorator_or_its_app(

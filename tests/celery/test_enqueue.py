@@ -14,9 +14,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import Task, group
+from celery import Task
 from celery.beat import ScheduleEntry, Scheduler
-from celery.result import AsyncResult, EagerResult
+from celery.result import AsyncResult, EagerResult, GroupResult
 from celery.schedules import schedule
 from celery.signals import after_task_publish, before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
@@ -56,18 +56,13 @@ def about_to_publish(task: Any, do: Callable[[], None], signal: Any = before_tas
 
 def test_a_duplicate_is_not_published_and_gets_the_result_of_the_existing_task(queue: Queue, keys: Keys) -> None:
     task = unique(queue.app, "k-{value}")
-    first = task.delay(1)
-    assert isinstance(first, AsyncResult)
+    first, second = task.delay(1), task.apply_async((1,), countdown=5)
     holder = keys.holder("k-1")
     assert (holder.state, holder.task_id, holder.name, holder.attempt) == ("queued", first.id, task.name, 0)
-    second = task.delay(1)
-    assert isinstance(second, AsyncResult)
-    assert second == first
     assert (first.is_duplicate, first.holder) == (False, None)
     assert (second.is_duplicate, second.holder) == (True, holder)
+    assert second == first
     assert (second.app, second.backend, second.state) == (first.app, first.backend, "PENDING")
-    assert task.apply_async((1,), countdown=5) == first
-    assert len(queue) == 1
     assert task.delay(2) != first
     assert len(queue) == 2
 
@@ -431,14 +426,25 @@ def test_options_by_their_position(queue: Queue) -> None:
     assert [embedded[name][0]["task"] for name in ("callbacks", "errbacks")] == ["after", "instead"]
 
 
+def publish_under_another_id(task: Any, *args: Any, **options: Any) -> Any:
+    return Task.apply_async(task, *args, **{**options, "task_id": f"own-{uuid4()}"})
+
+
+def publish_on_commit(task: Any, *args: Any, **options: Any) -> Any:
+    """Of which the first transaction is rolled back."""
+    is_first, task.is_first = getattr(task, "is_first", True), False
+    return None if is_first else Task.apply_async(task, *args, **options)
+
+
+def run_at_once(task: Any, args: Any, kwargs: Any, *, task_id: Any = None, **_: Any) -> Any:
+    return task.apply(args, kwargs, task_id=task_id)
+
+
 class Own(Task):  # type: ignore[misc]
     """Sends under an id of its own, and marks what is called through it."""
 
     abstract = True
-
-    def apply_async(self, *args: Any, **options: Any) -> Any:
-        parent: Any = super()
-        return parent.apply_async(*args, **{**options, "task_id": f"own-{uuid4()}"})
+    apply_async = publish_under_another_id
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return "own", super().__call__(*args, **kwargs)
@@ -467,60 +473,34 @@ def test_a_task_with_an_id_of_its_base_s_that_ends_before_its_call_goes_on_is_ov
     assert "k" not in keys
 
 
-@pytest.mark.parametrize("sends", ["nothing", "a group", "several"])
-def test_a_task_that_was_not_published_is_not_waited_for_an_hour(queue: Queue, keys: Keys, sends: str) -> None:
-    part = queue.app.task(done, name="part", shared=False)
-    ways = {"nothing": lambda: None, "a group": group(part.si(), part.si()), "several": lambda: [part.delay()]}
-
-    def instead(*_args: Any, **_options: Any) -> Any:
-        return ways[sends]()
-
-    result: Any = unique(queue.app, "k", celery={"apply_async": instead}).delay()
-    assert (result and len(result)) == {"nothing": None, "a group": 2, "several": 1}[sends]
-    assert 0 < keys.left() <= 30
+INSTEAD: dict[str, tuple[Callable[..., Any], float]] = {
+    "it is published under another id": (publish_under_another_id, QUEUE_TIMEOUT),
+    "it is published on commit": (publish_on_commit, 30),
+    "a group is published": (lambda *_, **__: GroupResult("a group", []), 30),
+    "several are published": (lambda *_, **__: [EagerResult("an id", 1, "SUCCESS")], 30),
+    "it runs at once": (run_at_once, 0),
+    "it runs at once under another id": (lambda task, *given, **_: run_at_once(task, *given), 0),
+}
+"""What a task's own `apply_async` does, and for how many seconds the key lives then."""
 
 
-class Inline(Task):  # type: ignore[misc]
-    """Is run at once, as where a developer has no worker."""
-
-    abstract = True
-
-    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        return self.apply(args, kwargs, task_id=None if options.get("queue") else options["task_id"])
+@pytest.mark.parametrize("how", INSTEAD)
+def test_a_task_that_was_not_published_is_not_waited_for_an_hour(queue: Queue, keys: Keys, how: str) -> None:
+    apply_async, seconds = INSTEAD[how]
+    unique(queue.app, "k", celery={"apply_async": apply_async}).delay()
+    assert keys.lives_for(seconds) if seconds else "k" not in keys
 
 
-@pytest.mark.parametrize("options", [{}, {"queue": "another id"}])
-@pytest.mark.parametrize("policy", [{}, {"when_busy": buffer_one()}])
-def test_a_task_run_at_once_is_over(queue: Queue, keys: Keys, policy: dict[str, Any], options: dict[str, Any]) -> None:
-    task = unique(queue.app, "k", **policy, celery={"base": Inline})
-    answers = [task.apply_async((each,), **options) for each in (1, 1, 2)]
-    assert not [each for each in answers if each.is_duplicate]
-    assert [each.get()[0] for each in answers] == [1, 1, 2]
-    assert "k" not in keys
+@pytest.mark.parametrize("apply_async", [publish_under_another_id, publish_on_commit, run_at_once])
+def test_a_call_is_no_duplicate_of_a_task_that_is_not_published_with_its_own_id(queue: Queue, apply_async: Any) -> None:
+    """It would get the result of an id that no task has."""
+    task = unique(queue.app, "k", when_busy=buffer_one(), celery={"apply_async": apply_async})
+    answers = [task.delay(1) for _ in range(2)]
+    queue.deliver_all()
+    assert [each.ready() for each in answers if each] == [True] * (1 if apply_async is publish_on_commit else 2)
 
 
 # buffer_one
-
-
-class RolledBack(Task):  # type: ignore[misc]
-    """Is published on commit, and its first transaction is rolled back."""
-
-    abstract = True
-    calls = 0
-
-    def apply_async(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
-        parent: Any = super()
-        return parent.apply_async(*args, **options) if self.calls > 1 else None
-
-
-@pytest.mark.parametrize("base", [Own, RolledBack])
-def test_a_call_is_no_duplicate_of_a_task_that_is_not_published_with_its_own_id(queue: Queue, base: Any) -> None:
-    """It would get the result of an id that no task has."""
-    task = unique(queue.app, "k", when_busy=buffer_one(), celery={"base": base})
-    answers = [task.delay(1) for _ in range(2)]
-    queue.deliver_all()
-    assert [each.ready() for each in answers if each] == [True] * (2 if base is Own else 1)
 
 
 @pytest.mark.parametrize("replacement", [0, 1])

@@ -14,7 +14,7 @@ from celery.exceptions import Ignore, Reject
 
 from only_one import buffer_one, carry_on, current_lock, fail, retry, skip
 from only_one.celery import delivery
-from only_one.celery.redelivery import REQUEUED, STORED, CompletionMarker, read_marker
+from only_one.celery.redelivery import REQUEUED
 from only_one.clock import now
 from only_one.connections.server import Server
 from only_one.driver import drive
@@ -336,6 +336,7 @@ def test_a_redelivery_after_the_end_of_its_run(
     # What has run again has ended anew.
     assert (keys.marked(answer.id).get(b"ended") == fields.get("ended")) == (not runs)
     assert (b"asked" in keys.marked(answer.id)) == ("asked" in marker or "holds" in marker)
+    assert (0 < keys.redis.ttl(keys.marker(answer.id)) <= REMEMBERED) == (outcome == "requeued" or "holds" in marker)
     name = f"{task.name}[{answer.id}]"
     texts = {
         "run again": f"{name} is run again: its run has ended, but stored no result",
@@ -418,36 +419,7 @@ def test_a_task_runs_though_its_marker_cannot_be_read_or_set(
     assert caplog.messages[-1].startswith(told)
 
 
-def test_what_the_marker_remembers(server: Server, keys: Keys) -> None:
-    key, marker = f"{keys.prefix}k", f"{{{keys.prefix}k}}:copy"
-    redis = keys.redis
-
-    def read(waits: float = 0) -> Any:
-        return drive(server.client, read_marker(key, marker, waits))
-
-    def store() -> None:
-        drive(server.client, evaluate(STORED, key, beside=(marker,)))
-
-    def requeue(number: int) -> None:
-        drive(server.client, evaluate(REQUEUED, key, number, 600_000, beside=(marker,)))
-
-    nothing = read()
-    assert nothing == CompletionMarker(0, b"", is_stored=False, age=nothing.age)
-    assert nothing.age > 1e9
-    store()
-    assert not redis.exists(marker)
-    for number, latest in ((9, 9), (10, 10), (9, 10)):
-        requeue(number)
-        assert read().times == latest
-    redis.expire(marker, 60)
-    requeue(10)  # as often as an earlier message with the same id
-    assert 540 < redis.ttl(marker) <= 600
-    redis.hset(marker, mapping={"ended": "token", "stored": 1, "ended_at": redis.time()[0] - 1000})
-    ended = read(waits=1200)
-    assert ended == CompletionMarker(10, b"token", is_stored=True, age=ended.age)
-    assert 1000 <= ended.age < 1060
-    assert 1140 < redis.ttl(marker) <= 1200
-    assert redis.hget(marker, "asked") == b"1"
-    redis.hset(marker, "stored", 0)
-    store()
-    assert read()[:3] == (10, b"", True)
+def test_the_marker_has_the_number_of_the_latest_message(server: Server, keys: Keys) -> None:
+    for number, latest in ((9, b"9"), (10, b"10"), (9, b"10")):
+        drive(server.client, evaluate(REQUEUED, f"{keys.prefix}k", number, 1000, beside=(keys.marker("a task"),)))
+        assert keys.marked("a task") == {b"number": latest}
