@@ -47,9 +47,15 @@ def new_app(redis_url: str, prefix: str) -> Iterator[Callable[..., Celery]]:
 
 
 @pytest.fixture
-def app(new_app: Callable[..., Celery]) -> Celery:
+def broker() -> str:
+    """The kind that the app has, where a test says nothing else; "unmarked" marks no redeliveries, as SQS."""
+    return "redis"
+
+
+@pytest.fixture
+def app(new_app: Callable[..., Celery], redis_url: str, broker: str) -> Celery:
     """An app that is not finalized yet, so its tasks are lazy."""
-    return new_app()
+    return new_app(broker_url=redis_url.replace("redis", broker, 1))
 
 
 @pytest.fixture

@@ -41,88 +41,53 @@ def note(app: Celery, server: Server, prefix: str) -> Callable[..., Any]:
     return call
 
 
-def test_tasks_are_numbered_as_they_arrive(note: Any, server: Server, keys: Keys) -> None:
-    def microseconds() -> int:
-        seconds, rest = keys.redis.time()
-        return int(seconds) * 1_000_000 + int(rest)
-
-    redis, key, triggers = keys.redis, f"{keys.prefix}k", f"{{{keys.prefix}k}}:triggers"
-    before = microseconds()
+def test_a_task_that_a_newer_one_has_superseded_is_dropped_unless_that_waits_no_more(
+    note: Any, server: Server, keys: Keys
+) -> None:
     first, second = note("arrive", "first"), note("arrive", "second")
-    assert before <= first < second <= microseconds()
-    assert note("arrive", "first") == first  # it has come before
-    assert REMEMBERED - 60 < redis.ttl(triggers) <= REMEMBERED
-
-    note("pending", "", second)
-    assert note("arrive", "first", first) == 0
-    assert note("begin", "first") == 0
-    note("pending", "", first)  # which changes nothing any more
-    assert note("arrive", "first", first) == 0
-    withdraw(server, key, first)
-    assert note("arrive", "first", first) == 0
-    assert note("arrive", "second", second) == second
-    withdraw(server, key, second)
+    assert note("arrive", "first") == first < second  # it has come before
+    for newest in (second, first):  # the second of which changes nothing
+        note("pending", "", newest)
+        assert note("arrive", "first", first) == note("begin", "first") == 0
+    withdraw(server, f"{keys.prefix}k", second)
     assert note("arrive", "first", first) == first
-
-    assert note("begin", "second", second) == second
-    assert note("begin", "second", second) == second  # again, as it was delivered again
-    assert note("arrive", "first", first) == 0
-    assert note("begin", "first", first) == 0
+    assert note("begin", "second", second) == note("begin", "second", second) == second  # delivered twice
+    assert note("arrive", "first", first) == note("begin", "first", first) == 0
     assert note("begin", "third") > second
-    assert redis.zscore(triggers, "sent:") is None  # only new work is known by its command
     assert note("begin", "second", second) == 0
 
-    # Numbers rise where the server's clock steps back, and what is of long ago is forgotten.
-    ahead = microseconds() + 60_000_000
+
+def test_numbers_rise_where_the_clock_steps_back_and_what_is_of_long_ago_is_forgotten(note: Any, keys: Keys) -> None:
+    redis, triggers = keys.redis, f"{{{keys.prefix}k}}:triggers"
+    ahead = redis.time()[0] * 1_000_000 + 60_000_000
     redis.zadd(triggers, {"last": ahead, "id:old": ahead - 7320e6, "id:young": ahead - 7140e6})
-    assert note("arrive", "fourth") == ahead + 2
+    assert note("arrive", "first") == ahead + 2
     redis.persist(triggers)
-    assert note("anew", "fifth", 0, "") == ahead + 4
+    assert note("anew", "second", 0, "") == ahead + 4
     assert REMEMBERED - 60 < redis.ttl(triggers) <= REMEMBERED
-    assert note("begin", "sixth") == ahead + 6
+    assert note("begin", "third") == ahead + 6
     assert redis.zscore(triggers, "last") == redis.zscore(triggers, "begun") == ahead + 6
-    assert redis.zscore(triggers, "id:old") is None
-    assert redis.zscore(triggers, "id:young") is not None
+    assert [redis.zscore(triggers, f"id:{each}") is not None for each in ("old", "young")] == [False, True]
+    assert redis.zscore(triggers, "sent:") is None  # only new work is known by its command
     assert note("arrive", "old", ahead + 10) == ahead + 10  # which the message has not forgotten
 
 
-def test_an_equal_of_the_newest_task_that_waits_is_its_duplicate(note: Any, server: Server, keys: Keys) -> None:
-    numbers = [0]
+def test_a_call_is_a_duplicate_of_an_equal_one_that_is_the_newest_and_waits(note: Any) -> None:
+    def queue(task_id: str, digest: str = "equal") -> Any:
+        reply = note("anew", task_id, 0, digest)
+        if isinstance(reply, int):
+            note("pending", "", reply)
+        return reply
 
-    def is_new(task_id: str, digest: str = "equal") -> bool:
-        numbers.append(note("anew", task_id, 0, digest))
-        return bool(numbers[-1] > numbers[-2])
-
-    def duplicate_of() -> Any:
-        return note("anew", "a duplicate", 0, "equal")
-
-    def publish() -> None:
-        note("pending", "", numbers[-1])
-
-    assert is_new("first")
-    assert is_new("second")  # the first is not published
-    publish()
-    assert duplicate_of() == "second"
-    assert is_new("none", "")
-    assert is_new("none", "")
-    assert duplicate_of() == "second"
-    assert is_new("other", "unlike")
-    publish()
-    assert is_new("third")  # another is the newest
-    publish()
-    assert duplicate_of() == "third"
-    assert note("begin", "third", numbers[-1])
-    assert is_new("fourth")  # the third does not wait any more
-    publish()
-    withdraw(server, f"{keys.prefix}k", numbers[-1])
-    assert is_new("fifth")
-    assert note("arrive", "fifth") == numbers[-1]
-    publish()
-    assert is_new("fifth", "")  # sent once more under its id, which has the other number by now
-    assert is_new("sixth")
-    assert is_new("none", "")
-    publish()
-    assert is_new("none", "")  # which is like no other, also if that waits
+    first = queue("first")
+    assert queue("a duplicate") == "first"
+    assert note("begin", "first", first) == first
+    second = queue("second")
+    assert first < second < queue("other", "unlike") < queue("third")
+    assert queue("a duplicate") == "third"
+    other = note("anew", "third", 0, "")  # sent once more under its id, which has the other number from now on
+    assert other < queue("fourth")
+    assert queue("none", "") < queue("none", "")  # which is like no other
 
 
 def test_of_equal_tasks_of_which_one_may_be_lost_one_runs(note: Any, keys: Keys) -> None:

@@ -343,30 +343,20 @@ def test_the_key_of_a_task_that_has_not_begun_is_on_the_server_of_its_decorator_
     assert eventually(lambda: "k" not in keys)
 
 
-@pytest.mark.parametrize(
-    ("is_unique", "given", "has_ended", "state"),
-    [
-        (False, {"kwargs": {"key": "k"}}, False, None),
-        (True, {"kwargs": {"key": "k"}}, False, ("queued", 2)),
-        (True, {"args": ("k",)}, False, ("queued", 2)),
-        (True, {"args": ("k",)}, True, None),  # the retry has ended meanwhile
-    ],
-)
+@pytest.mark.parametrize(("is_unique", "has_ended"), [(False, False), (True, False), (True, True)])
 def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it_waits_if_it_is_unique(
-    task: Any, unique_task: Any, keys: Keys, dead: bytes, given: Any, state: Any, *, is_unique: bool, has_ended: bool
+    task: Any, unique_task: Any, keys: Keys, dead: bytes, *, is_unique: bool, has_ended: bool
 ) -> None:
     """Celery's main process publishes the retry, and says so by another signal than that of a failure."""
-    lost = unique_task if is_unique else task
+    lost, state = (unique_task, None if has_ended else ("queued", 2)) if is_unique else (task, None)
     keys["k"] = dead
-    if has_ended:
+    if has_ended:  # the retry, meanwhile
         keys.withdraw("mine", 2)
-    request = Context(id="mine", retries=1, **given)
+    request = Context(id="mine", retries=1, args=("k",))
     task_retry.send(sender=lost, request=request, reason=Retry(exc=ValueError(), when=60))
     assert not endings()
     task_retry.send(sender=lost, request=request, reason=Retry(exc=WorkerLostError(), when=60))
-    assert eventually(lambda: keys.state() == state)
-    assert eventually(lambda: not endings())
-    assert keys.state() == state
+    assert eventually(lambda: keys.state() == state and not endings())
     if state:
         assert keys.lives_for(HOUR + 60)
         assert unique_task.delay("k").id == "mine"

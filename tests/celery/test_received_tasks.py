@@ -354,25 +354,24 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     assert warning.getMessage() == f"the key or number of {worker.task.name}, which was received, could not be stored"
 
 
-LATER = "2100-01-01T00:00:00+00:00"
+def key_of_the_run(key: str, number: int) -> str:  # noqa: ARG001 - which may read what only the run has
+    return key
 
 
-@pytest.mark.parametrize(
-    ("is_lost", "eta", "key", "expected"),
-    [
-        (False, None, "{key}", [1]),
-        (True, None, "{key}", [1]),
-        (False, LATER, "{key}", [1, 0]),
-        (False, None, lambda key, number: key, [1, 0]),  # noqa: ARG005 - which may read what only the run has
-    ],
-    ids=["it waits for a process", "its worker loses it", "it is sent for later", "its key is not known"],
-)
-def test_a_task_that_was_received_before_another_has_run_is_older(
-    queue: Queue, worker: Worker, *, is_lost: bool, eta: str | None, key: Any, expected: list[int]
-) -> None:
+RECEIVED_BEFORE: dict[str, tuple[Any, Any, list[int]]] = {
+    "it waits for a process": ("{key}", None, [1]),
+    "its worker loses it": ("{key}", None, [1]),
+    "it is sent for later": ("{key}", "2100-01-01T00:00:00+00:00", [1, 0]),
+    "its key is not known": (key_of_the_run, None, [1, 0]),
+}
+
+
+@pytest.mark.parametrize("how", RECEIVED_BEFORE)
+def test_a_task_that_was_received_before_another_has_run_is_older(queue: Queue, worker: Worker, how: str) -> None:
     def run(key: str, number: int) -> None:  # noqa: ARG001 - it is in the key
         ran.append(number)
 
+    (key, eta, expected), is_lost = RECEIVED_BEFORE[how], "loses" in how
     ran: list[int] = []
     task = a_task(queue.app, run, key=key, when_busy=buffer_one())
     messages = []
@@ -432,31 +431,20 @@ def test_a_run_is_told_of_a_redelivery(worker: Worker, keys: Keys, caplog: pytes
     assert not caplog.records
 
 
+@pytest.mark.parametrize("broker", ["unmarked"])
 @pytest.mark.parametrize(
     ("fields", "is_told"), [(None, False), ({}, True), ({"state": "queued"}, False), ({"attempt": 1}, False)]
 )
 def test_where_redeliveries_are_not_marked_a_run_is_told_of_one_that_is_received_meanwhile(
-    new_app: Any, redis_url: str, keys: Keys, fields: dict[str, Any] | None, *, is_told: bool
+    worker: Worker, keys: Keys, fields: dict[str, Any] | None, *, is_told: bool
 ) -> None:
     """A message that is received before or after the run may be new work, whose id is used again."""
-    worker = Worker(Queue(new_app(broker_url=redis_url.replace("redis", "unmarked", 1)), keys.redis))
     task = a_task(worker.app, work)
     answer = task.delay("k")
     if fields is not None:
         keys["k"] = token_of(answer.id, **fields)
     worker.receive(task=task, args=["k"], kwargs={})
     assert keys.marked(answer.id) == ({b"asked": b"1"} if is_told else {})
-
-
-def test_a_task_is_forgotten_when_celery_forgets_it(worker: Worker) -> None:
-    """Not when it begins: its process may yet be killed, whose request does not come with Celery's signal."""
-    lease = worker.lease("a")
-    lease.lose("taken", lease.token)
-    worker.lease("b")
-    assert [each.key[-1] for each in received_tasks._waiting.values()] == ["a", "b"]
-    worker.requests[0].message.acknowledged = True
-    del worker.requests[0]
-    assert [each.key[-1] for each in received_tasks._waiting.values()] == ["b"]
 
 
 def test_of_the_attempts_of_a_task_the_last_that_has_begun_is_known_by_its_id(worker: Worker, keys: Keys) -> None:

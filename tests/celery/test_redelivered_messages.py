@@ -40,14 +40,13 @@ from tests.interruptions import raises
 @pytest.mark.parametrize(
     ("broker", "results", "is_marked"),
     [("redis", "cache+memory://", True), ("redis", "disabled://", False), ("unmarked", "cache+memory://", False)],
-    ids=["redelivered", "published twice, without results", "redelivered without a mark"],  # as by SQS
+    ids=["redelivered", "published twice, without results", "redelivered without a mark"],
 )
 def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
-    new_app: Any, redis_url: str, keys: Keys, kind: Any, broker: str, results: str, *, is_marked: bool,
-    loses_its_key: bool,
-) -> None:  # fmt: skip
+    queue: Queue, keys: Keys, kind: Any, broker: str, results: str, *, is_marked: bool, loses_its_key: bool
+) -> None:
     """No result backend is asked."""
-    queue = Queue(new_app(broker_url=redis_url.replace("redis", broker, 1), result_backend=results), keys.redis)
+    queue.app.conf.result_backend = results
 
     def work() -> None:
         runs.append("run")
@@ -67,14 +66,12 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
     assert REMEMBERED - 60 < seconds <= REMEMBERED
     marked = keys.marked(answer.id)
     assert (marked[b"number"], marked[b"ended"], marked[b"stored"]) == (b"1", b"", b"1")
-    assert len(queue) == 1
-    later = queue.take()
+    (later,) = queue.messages()
     assert later["headers"]["only_one"]["times"] == 1
     assert later["headers"]["expires"] is None, "it has begun in time"
     queue.deliver(message, redelivered=broker == "redis")
-    queue.deliver(later)
+    queue.deliver_all()
     assert runs == ["run"]
-    assert len(queue) == 0
 
 
 ENDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
@@ -147,9 +144,9 @@ def test_a_redelivery_waits_for_the_server_unless_it_may_carry_on(queue: Queue, 
     assert len(queue) == 0
 
 
-@pytest.mark.parametrize("broker", ["redis", "unmarked"])  # the second does not mark redeliveries, like SQS
+@pytest.mark.parametrize("broker", ["redis", "unmarked"])
 @pytest.mark.parametrize("retries", [0, 1])
-def test_a_replacement_waits_as_any_other(new_app: Any, redis_url: str, keys: Keys, broker: str, retries: int) -> None:
+def test_a_replacement_waits_as_any_other(queue: Queue, keys: Keys, retries: int) -> None:
     """Also after a task that was requeued, and while a retry that it replaces holds the key."""
 
     def work(self: Any) -> str:
@@ -157,9 +154,7 @@ def test_a_replacement_waits_as_any_other(new_app: Any, redis_url: str, keys: Ke
             return "done"
         raise self.replace(self.s())
 
-    app = new_app(broker_url=redis_url.replace("redis", broker, 1))
-    queue = Queue(app, keys.redis)
-    answer = a_task(app, work, when_busy=retry(), celery={"bind": True}).apply_async(retries=retries)
+    answer = a_task(queue.app, work, when_busy=retry(), celery={"bind": True}).apply_async(retries=retries)
     for holder in (b"somebody else", token_of(answer.id, attempt=retries)):
         with keys.busy(holder):
             queue.deliver()
@@ -192,22 +187,20 @@ def test_the_first_task_of_what_replaces_a_task_waits_for_its_run(queue: Queue, 
 @pytest.mark.parametrize(
     ("broker", "policy", "requeues"),
     [
-        *[("unmarked", policy, 0) for policy in (None, skip, fail, retry(max_retries=0))],  # redelivered, as by SQS
+        *[("unmarked", policy, 0) for policy in (None, skip, fail, retry(max_retries=0))],  # redelivered
         ("redis", retry(max_retries=1), 1),  # published twice
     ],
 )
 def test_no_policy_replaces_the_result_of_a_run_that_has_ended(
-    new_app: Any, redis_url: str, keys: Keys, broker: str, policy: Any, requeues: int
+    queue: Queue, keys: Keys, policy: Any, requeues: int
 ) -> None:
     """Though no message says that it is a redelivery, and another task has the key by then."""
-    queue = Queue(new_app(broker_url=redis_url.replace("redis", broker, 1)), keys.redis)
 
     def work() -> None:
         queue.deliver_elsewhere(message)
         raise ValueError  # Celery does not replace the result of a run that has succeeded
 
-    given = {"when_busy": policy} if policy else {}
-    answer = a_task(queue.app, work, **given).delay()
+    answer = a_task(queue.app, work, **({"when_busy": policy} if policy else {})).delay()
     with keys.busy():
         for _ in range(requeues):
             queue.deliver()
@@ -222,11 +215,8 @@ def test_no_policy_replaces_the_result_of_a_run_that_has_ended(
 
 @pytest.mark.parametrize(("broker", "acks_late"), [("redis", True), ("redis", False), ("unmarked", False)])
 @pytest.mark.parametrize("policy", [retry(), buffer_one()], ids=["retry", "buffer_one"])
-def test_new_work_with_the_id_of_earlier_work_runs(
-    new_app: Any, redis_url: str, keys: Keys, policy: Any, broker: str, *, acks_late: bool
-) -> None:
+def test_new_work_with_the_id_of_earlier_work_runs(queue: Queue, keys: Keys, policy: Any, *, acks_late: bool) -> None:
     """It comes while the earlier runs, and after it; and a redelivery of its message still does nothing."""
-    queue = Queue(new_app(broker_url=redis_url.replace("redis", broker, 1)), keys.redis)
 
     def work(number: int) -> None:
         runs.append(number)
@@ -246,10 +236,8 @@ def test_new_work_with_the_id_of_earlier_work_runs(
     assert runs == [1, 2, 3]
 
 
-def test_new_work_with_the_id_of_a_run_that_has_ended_runs_where_redeliveries_are_not_marked(
-    new_app: Any, redis_url: str, keys: Keys
-) -> None:
-    queue = Queue(new_app(broker_url=redis_url.replace("redis", "unmarked", 1)), keys.redis)
+@pytest.mark.parametrize("broker", ["unmarked"])
+def test_new_work_with_the_id_of_a_run_that_has_ended_runs_where_redeliveries_are_not_marked(queue: Queue) -> None:
     runs: list[int] = []
     task = a_task(queue.app, runs.append)
     for number in (1, 2):

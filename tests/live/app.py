@@ -27,6 +27,7 @@ from only_one.connections.server import find_server
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.renewal import release_later
 from rigs.waiting import LIMIT
+from tests.interruptions import raises
 from tests.live.brokers import KIND, consumed, settings_of
 from tests.live.workers import BROKER, PREFIX, SETTINGS, URL, note, wait_at
 from tests.renewal import is_renewed
@@ -78,13 +79,6 @@ if URL in os.environ:  # in a worker
 
 class Trouble(Exception):
     """Raised by a run."""
-
-
-def raises(error: Exception) -> Callable[[Any, str], None]:
-    def order(*_: Any) -> None:
-        raise error
-
-    return order
 
 
 def end_the_process(key: str, end: Callable[[], None]) -> None:

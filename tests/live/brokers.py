@@ -37,11 +37,6 @@ def settings_of(kind: str) -> dict[str, Any]:
     return {"redis": {}, "classic": confirmed, "quorum": confirmed | QUORUM}[kind]
 
 
-def options_for_redis(**options: Any) -> dict[str, Any]:
-    """What is said to a Redis, and to no other broker."""
-    return options if KIND == "redis" else {}
-
-
 def consumed() -> dict[str, Any]:
     """What to say to `add_consumer` of a queue that Celery has made itself."""
     if KIND != "quorum":

@@ -9,7 +9,7 @@ import pytest
 from only_one import configure
 from rigs.waiting import eventually
 from tests.live.app import app
-from tests.live.brokers import options_for_redis
+from tests.live.brokers import KIND
 from tests.live.workers import PREFIX, Scene, World, world
 
 
@@ -21,7 +21,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     delivered again: the tests have them delivered.
     """
     seconds = getattr(request.module, "VISIBILITY", 3600)
-    options = options_for_redis(visibility_timeout=seconds, unacked_restore_limit=0)
+    options = {"visibility_timeout": seconds, "unacked_restore_limit": 0} if KIND == "redis" else {}
     with (
         world(app, tmp_path_factory.mktemp("world"), broker_transport_options=options) as found,
         configure(redis=found.server.url, prefix=PREFIX),

@@ -25,7 +25,7 @@ def test_a_tick_of_two_beats_whose_clocks_differ_runs_once(place: World, tmp_pat
 
     def of_both() -> list[str]:
         """The ticks that both have sent, and a worker has seen to."""
-        times = Counter(tick for (tick,) in place.witness.lines("seen"))
+        times = Counter(note.rest[0] for note in place.witness.notes("seen"))
         return [tick for tick in times if times[tick] == 2]
 
     with ExitStack() as stack:
@@ -39,4 +39,4 @@ def test_a_tick_of_two_beats_whose_clocks_differ_runs_once(place: World, tmp_pat
         assert eventually(lambda: len(of_both()) >= TICKS)
         ticks = of_both()
     print(len(ticks), "ticks")
-    assert {tick: len(place.witness.lines("run", tick)) for tick in ticks} == dict.fromkeys(ticks, 1)
+    assert {tick: len(place.notes("run", tick)) for tick in ticks} == dict.fromkeys(ticks, 1)

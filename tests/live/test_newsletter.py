@@ -94,12 +94,8 @@ class House:
 
     def are_stuck(self, number: int = 1) -> list[int]:
         """The processes that have begun to make the chunk to which things happen; waited for."""
-
-        def pids() -> list[int]:
-            return [int(pid) for (pid,) in self.place.witness.lines("make", self.name, str(STUCK))]
-
-        assert eventually(lambda: len(pids()) >= number)
-        return pids()
+        self.place.wait_for("make", self.name, times=number)
+        return [note.pid for note in self.place.notes("make", self.name)]
 
     @contextmanager
     def caught_sending(self) -> Iterator[int]:

@@ -87,10 +87,6 @@ class Witness:
             if words[: len(head)] == list(head)
         ]
 
-    def lines(self, *head: str) -> list[list[str]]:
-        """The same without who has written them, and when."""
-        return [note.rest for note in self.notes(*head)]
-
 
 @contextmanager
 def celery_worker(
