@@ -33,11 +33,6 @@ def redelivers_at_any_time(app: Celery) -> bool:
     return _kind(app) == "amqp"
 
 
-def marks_redeliveries(app: Celery) -> bool:
-    """Whether a redelivered message says so. A message of SQS does not."""
-    return _kind(app) in {"amqp", "redis"}
-
-
 def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     """Options that send a message back to where it came from, and nowhere else; none if Celery's own are right.
 
@@ -139,11 +134,9 @@ def _facts(app: Celery) -> tuple[float, str]:
     if facts is None:
         url = app.conf.broker_read_url  # `broker_url`, if not configured
         transport = _kombu.Connection(url, transport=app.conf.broker_transport).get_transport_cls()
-        channel = getattr(transport, "Channel", None)
-        # SQS has the second name.
-        defaults = [getattr(channel, name, None) for name in ("visibility_timeout", "default_visibility_timeout")]
-        # 1800 is RabbitMQ's default `consumer_timeout`, and stands in for the timeout of brokers that do not say it.
-        default = next((each for each in defaults if isinstance(each, (int, float))), 1800)
+        default = getattr(getattr(transport, "Channel", None), "visibility_timeout", None)
+        if not isinstance(default, (int, float)):  # that of SQS is a property
+            default = 1800  # RabbitMQ's default `consumer_timeout`, and that of SQS
         configured = (app.conf.broker_transport_options or {}).get("visibility_timeout")
         facts = vars(app)["only_one_broker"] = float(configured or default), transport.driver_type
     return facts

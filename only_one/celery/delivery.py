@@ -28,7 +28,7 @@ from only_one.policies import BufferOne, RequeueRequest, carry_on, fail, retry, 
 from only_one.policies import Retry as RetryPolicy
 
 from . import coalescing, redelivery
-from .broker import marks_redeliveries, remembered_for
+from .broker import remembered_for
 from .queue_timeout import longest_wait
 from .requeue import Header, header_of, publish, work_of
 from .task_functions import (
@@ -185,8 +185,6 @@ class Delivery(TaskCaller):
         work: the work of the message.
         header: our header in the message.
         state: what has become of this delivery so far.
-        may_be_redelivered: whether the broker may have delivered the message before, so that a run may have begun. Not
-            every broker says so; but a message that is acknowledged before its run is not delivered after it.
     """
 
     def __init__(self, task: Any, request: Any, *, bound: bool = False, decoration: Decoration) -> None:
@@ -200,18 +198,11 @@ class Delivery(TaskCaller):
         if decoration.is_unique:
             self.key = self.header.key
             self.queued = self.header.token.encode() if self.header.token else None
-        is_redelivered = _is_redelivered(request)
-        self.may_be_redelivered = is_redelivered or (task.acks_late and not marks_redeliveries(self.app))
         # A requeued message is a new one for the broker, so the header says whether a run may have begun before. An
         # earlier version says it only by the missing lineage: the first requeue gives a lineage to new work only.
-        may_have_begun = self.header.times and not self.header.lineage
-        if is_redelivered or may_have_begun:
+        has_no_lineage = self.header.times and not self.header.lineage
+        if _is_redelivered(request) or has_no_lineage:
             self.header = self.header._replace(has_begun=True)
-
-    @property
-    def is_new_work(self) -> bool:
-        """Whether no message of this work was delivered before, for certain; its task id may have been used before."""
-        return not (self.header.times or self.may_be_redelivered)
 
     def key_in_message(self, prefix: str, args: Any, kwargs: Any) -> str | None:
         """The key of the run, as far as its message tells it; see ``key_of_message`` for the arguments."""
@@ -225,14 +216,12 @@ class Delivery(TaskCaller):
 
     def arrive(self, call: Call, token: str, *, begins: bool) -> int:
         """Number this task for ``buffer_one``; see ``coalescing.arrive`` for the arguments and the result."""
-        # New work is newer than all before it. Exceptions, which keep the number of their task id: a retry, a second
-        # call in one delivery, and a replacement. The last task of a chain that replaces a task has that task's id, but
-        # is new work.
+        # New work is newer than all before it. A retry and a replacement keep the number of their task id. The last
+        # task of a chain that replaces a task has that task's id, but is new work.
         is_replacement = self.work.replacement and self._request.parent_id == self.work.id
-        keeps_number = self.work.attempt or is_replacement or call.key in self.state.runs
-        is_newest = self.is_new_work and not keeps_number
+        is_continued = self.header.has_begun or self.work.attempt or is_replacement
         trigger = self.header.trigger
-        if trigger is None and is_newest:
+        if trigger is None and not is_continued:
             trigger = coalescing.NEWEST
         return coalescing.arrive(call, self.app, self.work.id, trigger, uuid(), token, begins=begins)
 
@@ -275,11 +264,9 @@ class TaskRun(Delivery):
         held = work_held_by(holder)
         if held is not None and held.id == self.work.id:
             self._end_unless_policy_decides(call, held, is_kept=holder is not None and holder.state == "kept")
-        # A redelivery is dropped if its run has ended: a policy would put another result in the place of the run's.
-        may_be_redelivery = self.may_be_redelivered or self.header.has_begun
-        if may_be_redelivery and call.key not in self.state.runs:
-            with redelivery.suppress_trouble(self.work.id):
-                self._end_if_run_has_ended(call)
+        # A policy would put another result in the place of that of the run that has ended.
+        with redelivery.suppress_trouble(self.work.id):
+            self._end_if_run_has_ended(call)
         if self._has_replaced(held):
             return retry()
         return call.options.when_busy or self._default_when_busy()
@@ -307,23 +294,16 @@ class TaskRun(Delivery):
 
     def _end_unless_policy_decides(self, call: Call, held: Work, *, is_kept: bool) -> None:
         """Requeue or drop this message, because work with its task id holds the key; or return for ``when_busy``."""
-        if held < self.work:  # an earlier attempt
-            self._requeue_endlessly(call)
-        # Also a message that was requeued may be new work: what is kept for `at_least` may be earlier work with its id.
-        may_be_new = self.is_new_work or (is_kept and not self.may_be_redelivered)
-        if may_be_new and isinstance(call.options.when_busy, RetryPolicy):
+        is_by_earlier_attempt = held < self.work
+        may_have_run = self.header.has_begun or call.key in self.state.runs
+        is_by_other_work = not (is_by_earlier_attempt or may_have_run)  # the task id is used again
+        if is_by_other_work and isinstance(call.options.when_busy, RetryPolicy):
             return
+        if is_by_earlier_attempt or is_by_other_work:
+            self.requeue(call, RequeueRequest(AlreadyRunning(call.key), retry()))  # whatever the limit of the policy
         if held == self.work:
             self._requeue_until_run_ends(call, is_kept=is_kept)
-        # A later attempt holds the key, or, if this work has not run for certain, other work with this task id.
-        may_have_run = self.may_be_redelivered or not self.header.lineage
-        if may_have_run:
-            self._drop(call, "it is out of date")
-        self._requeue_endlessly(call)
-
-    def _requeue_endlessly(self, call: Call) -> None:
-        """Requeue the message, whatever the limit of the policy."""
-        self.requeue(call, RequeueRequest(AlreadyRunning(call.key), retry()))
+        self._drop(call, "it is out of date")
 
     def _requeue_until_run_ends(self, call: Call, *, is_kept: bool) -> NoReturn:
         """Requeue this redelivery until its run has ended and its result is stored; then drop it."""
@@ -349,7 +329,7 @@ class TaskRun(Delivery):
         is_down = isinstance(how.error, LockUnavailable)
         if not is_down:  # else asking again would take as long again
             with redelivery.suppress_trouble(self.work.id):
-                if not self.is_new_work:
+                if header.has_begun:
                     self._drop_if_needless(call)
                 if isinstance(policy, BufferOne):
                     held_by: str = getattr(how.error, "value", "")
@@ -359,9 +339,8 @@ class TaskRun(Delivery):
         # Only now, because a redelivery that is dropped must not fail.
         if policy.max_retries is not None and header.times >= policy.max_retries:
             raise how.error from how.error.__cause__  # so that the `RequeueRequest` is not shown as its context
-        # The lineage of new work tells its completion marker from those of earlier work with its id. A second call in
-        # this delivery gets another one, too: the marker may say that the run of the first call has ended.
-        if self.is_new_work or call.key in self.state.runs:
+        # The lineage of new work tells its completion marker from those of earlier work with its id.
+        if not (header.has_begun or header.lineage):
             header = header._replace(lineage=uuid())
         self._requeue(call, header, policy.countdown, is_down=is_down)
 
@@ -412,11 +391,9 @@ class TaskRun(Delivery):
         # If the task is not unique any more, its message may have another key, which is withdrawn at the end.
         if self.header.key in (None, call.key):
             self.state.withdraws = False
-        # If this delivery has called the function before, the completion marker may be that of the earlier call.
-        may_be_redelivery = not self.is_new_work and call.key not in self.state.runs
         is_superseded = False
         with redelivery.suppress_trouble(self.work.id):
-            if may_be_redelivery and self._end_if_run_has_ended(call).ended:
+            if self._end_if_run_has_ended(call):
                 log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.work.id)
             if isinstance(call.options.when_busy, BufferOne):
                 trigger = self.arrive(call, call.token.decode(), begins=True)
@@ -427,16 +404,19 @@ class TaskRun(Delivery):
             self.state.runs[call.key] = self.decoration
         return not is_superseded
 
-    def _end_if_run_has_ended(self, call: Call) -> redelivery.CompletionMarker:
-        """Drop the message if its run has stored its result; requeue it if the run has ended and may yet store it.
+    def _end_if_run_has_ended(self, call: Call) -> bool:
+        """Drop a redelivery if its run has stored its result; requeue it if the run has ended and may yet store it.
 
         Returns:
-            The completion marker, if the delivery goes on.
+            Whether its run has ended and has stored no result, if the delivery goes on.
         """
+        # If this delivery has called the function before, the completion marker may be that of the earlier call.
+        if not self.header.has_begun or call.key in self.state.runs:
+            return False
         marker = self._drop_if_needless(call)
         if marker.age < redelivery.STORES_WITHIN and not is_gone(marker.ended):
             self._requeue(call, self.header, None)
-        return marker
+        return bool(marker.ended)
 
     def _drop_if_needless(self, call: Call, waits: float = 0) -> redelivery.CompletionMarker:
         """Drop the message if the result of its run is stored, or if it was requeued more often.

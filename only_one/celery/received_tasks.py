@@ -29,7 +29,7 @@ from only_one.lock.renewal import hold, release_at_exit, release_later
 from only_one.policies import BufferOne
 from only_one.settings import DEFAULT_LEASE
 
-from .broker import marks_redeliveries, redelivers_at_any_time, remembered_for
+from .broker import redelivers_at_any_time, remembered_for
 from .delivery import Delivery
 from .queue_timeout import longest_wait
 from .redelivery import read_marker
@@ -185,7 +185,7 @@ def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, server: 
     With RabbitMQ a run says in any case that it has ended.
     """
     app, task = request.app, request.task
-    may_wait = task.acks_late and delivery.may_be_redelivered
+    may_wait = task.acks_late and delivery.header.has_begun
     if not may_wait or redelivers_at_any_time(app):
         return
     key = delivery.key
@@ -194,15 +194,7 @@ def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, server: 
         key = key or key_of_arguments(task, delivery.decoration, options.prefix, request.args, request.kwargs)
     if key is None:
         return
-    # Where no message says that it is a redelivery, it may be new work, whose id was used before: then nobody is told.
-    if marks_redeliveries(app) or drive(server.client, _is_under_way(key, delivery.work)):
-        drive(server.client, read_marker(key, delivery.marker(key), waits=remembered_for(app)))
-
-
-def _is_under_way(key: str, work: Work) -> Commands[bool]:
-    """Whether a run of a message's work has the key."""
-    holder = Holder.parse((yield ("GET", key)) or b"")
-    return holder is not None and holder.state == "running" and work_held_by(holder) == work
+    drive(server.client, read_marker(key, delivery.marker(key), waits=remembered_for(app)))
 
 
 def _number(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:

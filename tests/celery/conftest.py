@@ -48,7 +48,7 @@ def new_app(redis_url: str, prefix: str) -> Iterator[Callable[..., Celery]]:
 
 @pytest.fixture
 def broker() -> str:
-    """The kind that the app has, where a test says nothing else; "unmarked" marks no redeliveries, as SQS."""
+    """The kind that the app has, where a test says nothing else."""
     return "redis"
 
 

@@ -18,8 +18,6 @@ from uuid import uuid4
 
 from celery import Celery, Task
 from celery.app.trace import build_tracer
-from kombu.transport import TRANSPORT_ALIASES
-from kombu.transport.redis import Transport
 from redis import Redis
 
 from only_one import current_lock, only_one
@@ -43,15 +41,6 @@ OUTCOMES = {"dropped": (0, 0), "requeued": (0, 1), "run": (1, 0), "run again": (
 """How many runs, and how many messages that wait, are left of a delivery."""
 
 decorated: Any = only_one
-
-
-class Unmarked(Transport):
-    """A transport that does not say that it delivers a message again, as that of SQS."""
-
-    driver_type = "unmarked"
-
-
-TRANSPORT_ALIASES["unmarked"] = f"{__name__}:Unmarked"
 
 
 class Keys:

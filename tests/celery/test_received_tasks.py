@@ -27,7 +27,7 @@ from only_one.lock import renewal
 from only_one.lock.token import TokenFactory
 from rigs.proxy import Proxy
 from rigs.waiting import eventually
-from tests.celery.deliveries import HOUR, Keys, Queue, a_task, decorated, token_of, unique
+from tests.celery.deliveries import HOUR, Keys, Queue, a_task, decorated, unique
 from tests.renewal import fails_to_renew, is_renewed, later
 
 LEASE = 30
@@ -429,22 +429,6 @@ def test_a_run_is_told_of_a_redelivery(worker: Worker, keys: Keys, caplog: pytes
         assert keys.marked(answer.id) == ({b"asked": b"1"} if is_told else {})
         assert not keys.redis.keys(f"{{None}}*{answer.id}*")
     assert not caplog.records
-
-
-@pytest.mark.parametrize("broker", ["unmarked"])
-@pytest.mark.parametrize(
-    ("fields", "is_told"), [(None, False), ({}, True), ({"state": "queued"}, False), ({"attempt": 1}, False)]
-)
-def test_where_redeliveries_are_not_marked_a_run_is_told_of_one_that_is_received_meanwhile(
-    worker: Worker, keys: Keys, fields: dict[str, Any] | None, *, is_told: bool
-) -> None:
-    """A message that is received before or after the run may be new work, whose id is used again."""
-    task = a_task(worker.app, work)
-    answer = task.delay("k")
-    if fields is not None:
-        keys["k"] = token_of(answer.id, **fields)
-    worker.receive(task=task, args=["k"], kwargs={})
-    assert keys.marked(answer.id) == ({b"asked": b"1"} if is_told else {})
 
 
 def test_of_the_attempts_of_a_task_the_last_that_has_begun_is_known_by_its_id(worker: Worker, keys: Keys) -> None:

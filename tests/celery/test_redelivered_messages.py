@@ -37,20 +37,16 @@ from tests.interruptions import raises
 
 
 @pytest.mark.parametrize("loses_its_key", [True, False])
-@pytest.mark.parametrize(
-    ("broker", "results", "is_marked"),
-    [("redis", "cache+memory://", True), ("redis", "disabled://", False), ("unmarked", "cache+memory://", False)],
-    ids=["redelivered", "published twice, without results", "redelivered without a mark"],
-)
+@pytest.mark.parametrize("results", ["cache+memory://", "disabled://"])
 def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
-    queue: Queue, keys: Keys, kind: Any, broker: str, results: str, *, is_marked: bool, loses_its_key: bool
+    queue: Queue, keys: Keys, kind: Any, results: str, *, loses_its_key: bool
 ) -> None:
     """No result backend is asked."""
     queue.app.conf.result_backend = results
 
     def work() -> None:
         runs.append("run")
-        queue.deliver_elsewhere(message, redelivered=is_marked)
+        queue.deliver_elsewhere(message, redelivered=True)
         seen.append((keys.marked(answer.id), keys.redis.ttl(keys.marker(answer.id))))
         if loses_its_key:
             del keys["k"]
@@ -69,7 +65,7 @@ def test_a_redelivery_is_requeued_while_its_run_lasts_and_dropped_afterwards(
     (later,) = queue.messages()
     assert later["headers"]["only_one"]["times"] == 1
     assert later["headers"]["expires"] is None, "it has begun in time"
-    queue.deliver(message, redelivered=broker == "redis")
+    queue.deliver(message, redelivered=True)
     queue.deliver_all()
     assert runs == ["run"]
 
@@ -124,7 +120,7 @@ def test_a_second_call_after_another_task(queue: Queue, keys: Keys, what: str, e
     answer, _ = task.delay(0), task.delay(1)
     message, newer = queue.take(), queue.take()
     keys.redis.hset(keys.marker(answer.id), "asked", 1)
-    queue.deliver(message, redelivered=True)
+    queue.deliver(message)
     del keys["k"]
     queue.deliver_all()
     assert runs == expected
@@ -144,7 +140,6 @@ def test_a_redelivery_waits_for_the_server_unless_it_may_carry_on(queue: Queue, 
     assert len(queue) == 0
 
 
-@pytest.mark.parametrize("broker", ["redis", "unmarked"])
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_replacement_waits_as_any_other(queue: Queue, keys: Keys, retries: int) -> None:
     """Also after a task that was requeued, and while a retry that it replaces holds the key."""
@@ -184,36 +179,26 @@ def test_the_first_task_of_what_replaces_a_task_waits_for_its_run(queue: Queue, 
     assert [queue.deliver() for _ in times] == ["done"] * len(times)
 
 
-@pytest.mark.parametrize(
-    ("broker", "policy", "requeues"),
-    [
-        *[("unmarked", policy, 0) for policy in (None, skip, fail, retry(max_retries=0))],  # redelivered
-        ("redis", retry(max_retries=1), 1),  # published twice
-    ],
-)
-def test_no_policy_replaces_the_result_of_a_run_that_has_ended(
-    queue: Queue, keys: Keys, policy: Any, requeues: int
-) -> None:
-    """Though no message says that it is a redelivery, and another task has the key by then."""
+@pytest.mark.parametrize("policy", [None, skip, fail, retry(max_retries=0)])
+def test_no_policy_replaces_the_result_of_a_run_that_has_ended(queue: Queue, keys: Keys, policy: Any) -> None:
+    """Though another task has the key by then."""
 
     def work() -> None:
-        queue.deliver_elsewhere(message)
+        queue.deliver_elsewhere(message, redelivered=True)
         raise ValueError  # Celery does not replace the result of a run that has succeeded
 
-    answer = a_task(queue.app, work, **({"when_busy": policy} if policy else {})).delay()
-    with keys.busy():
-        for _ in range(requeues):
-            queue.deliver()
+    given = {"when_busy": policy} if policy else {}
+    answer = a_task(queue.app, work, **given).delay()
     message = queue.take()
     queue.deliver(message)
     with keys.busy():
-        for later in (message, queue.take()):
-            queue.deliver(later)
+        queue.deliver(message, redelivered=True)
+        queue.deliver()
     assert isinstance(answer.result, ValueError)
     assert len(queue) == 0
 
 
-@pytest.mark.parametrize(("broker", "acks_late"), [("redis", True), ("redis", False), ("unmarked", False)])
+@pytest.mark.parametrize("acks_late", [True, False])
 @pytest.mark.parametrize("policy", [retry(), buffer_one()], ids=["retry", "buffer_one"])
 def test_new_work_with_the_id_of_earlier_work_runs(queue: Queue, keys: Keys, policy: Any, *, acks_late: bool) -> None:
     """It comes while the earlier runs, and after it; and a redelivery of its message still does nothing."""
@@ -234,16 +219,6 @@ def test_new_work_with_the_id_of_earlier_work_runs(queue: Queue, keys: Keys, pol
         queue.deliver_all()
         queue.deliver(message, redelivered=True)
     assert runs == [1, 2, 3]
-
-
-@pytest.mark.parametrize("broker", ["unmarked"])
-def test_new_work_with_the_id_of_a_run_that_has_ended_runs_where_redeliveries_are_not_marked(queue: Queue) -> None:
-    runs: list[int] = []
-    task = a_task(queue.app, runs.append)
-    for number in (1, 2):
-        task.apply_async((number,), task_id="used again")
-        queue.deliver()
-    assert runs == [1, 2]
 
 
 def test_without_redeliveries_the_marker_costs_no_command(queue: Queue, keys: Keys, way: Proxy) -> None:

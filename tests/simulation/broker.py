@@ -53,7 +53,7 @@ _RECEIVING = SimpleNamespace(no_ack_consumers=None, decode_body=partial(_virtual
 
 TRANSPORTS: dict[str, Any] = {
     name: type(name, (virtual.Transport,), {"Channel": Channel, "driver_type": name, "driver_name": name})
-    for name in ("redis", "amqp", "sqs")
+    for name in ("redis", "amqp")
 }
 """By name, the transports with which Celery publishes."""
 
@@ -305,8 +305,7 @@ class Broker:
         if all(run.work != delivery.work for run in self.world.runs):
             self.redelivered_before_a_run.add(delivery.work.trigger)
         payload = deepcopy(delivery.payload)
-        if self.kind != "sqs":  # which marks nothing
-            payload["headers"]["redelivered"] = payload["properties"]["delivery_info"]["redelivered"] = True
+        payload["headers"]["redelivered"] = payload["properties"]["delivery_info"]["redelivered"] = True
         self.world.note("broker", "redelivers", f"#{delivery.number}")
         again = Delivery(payload, delivery.number)
         again.is_redelivery = True

@@ -283,9 +283,6 @@ class MessageChecker:
     def was_redelivered(self, trigger: Any) -> bool:
         return any(work.trigger == trigger.name for work in self.history.broker.last_redelivered_at)
 
-    def may_look_redelivered(self, trigger: Any) -> bool:
-        return self.plan.broker == "sqs" or self.was_redelivered(trigger)
-
 
 # at the end: each function reads what has happened, and yields the problems
 
@@ -355,7 +352,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     # A redelivery of the message is taken for that of an earlier message with this id. Or earlier work with this id
     # holds the key: the key is kept, its run was killed, its retry or release was lost, or a command came late.
     # A rule that tells the two apart could cost a result.
-    may_be_ignored = checker.may_look_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
+    may_be_ignored = checker.was_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
     may_be_ignored |= checker.has_lost_retry(trigger.id)
     have_run = [run for run in history.runs if run.trigger.id == trigger.id and run.trigger is not trigger]
     may_be_ignored |= bool(have_run) and checker.may_release_nothing
@@ -364,8 +361,7 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     may_be_ignored |= any(each.id == trigger.id and each is not trigger for each in killed)
     if trigger.how == "id" and outcomes <= {"Ignore", "requeue", "Retry"} and may_be_ignored:
         return True
-    # A redelivery that is not marked is skipped like new work.
-    has_run = plan.broker != "sqs" and any(run.end != "calls again" for run in trigger.runs)
+    has_run = any(run.end != "calls again" for run in trigger.runs)
     is_skipped = not plan.policies.isdisjoint(("skip", "buffer_one")) or ("default" in plan.policies and not has_run)
     is_skipped |= plan.when_down == "skip" and checker.may_be_down
     # A hook after a skip may put an end of its own in the place of None.
@@ -461,10 +457,6 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
         # If its release is interrupted, a run that is done fails all the same, and this hook rejects the message.
         is_again &= not (first.trigger.in_hook == ("on_failure", "requeue") and first.trigger.how == "soft limit")
-        # Where nothing marks a redelivery, it looks like new work, unless it is received during the run.
-        redelivered_at = history.broker.last_redelivered_at.get(first.work, -inf)
-        is_seen = first.began <= redelivered_at <= (first.ended or inf)
-        is_again &= is_seen or history.plan.broker != "sqs"
         # A worker that is paused tells the run of no redelivery that it has received.
         is_again &= not (checker.had("pause") and checker.was_redelivered(first.trigger))
         # A version in which the task is not unique sends the key of the queued message with such a retry.
@@ -565,7 +557,7 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     others = checker.outcomes_of(*at_once) & {"LockUnavailable", "OperationalError", "TaskRevoked"}
     # A number whose reply was lost may be drawn after the newest. And `_may_end` says what may befall a used id.
     may_be_overtaken = checker.had("cut") and checker.had("late")
-    may_be_overtaken |= sent[-1].how == "id" and checker.may_look_redelivered(sent[-1])
+    may_be_overtaken |= sent[-1].how == "id" and checker.was_redelivered(sent[-1])
     may_be_overtaken |= history.plan.when_down == "skip" and checker.may_be_down
     is_known = history.revoked or outcomes - _WAITS or others
     # A task that its time limit has killed before its run began is trusted to wait, like one whose message was lost.

@@ -260,7 +260,6 @@ class MessageWorld(History):
         (320_000_000, {0}, _WIDE, {"server away": [0.2, 0.1], "server forgets": [0.15], "other work": [0.15, 0.15]}),
         (356_000_000, {0}, _WIDER, {}),
         (362_000_000, {0, 1}, {"own": [0.0, 0.5]}, {}),  # how probable it is that a task has its own `apply_async`
-        (392_000_000, {2}, {"broker": ["redis", "sqs", "sqs"]}, {}),
         (1_796_098_000_000_000, {2, 3}, {"pool": ["prefork", "threads"]}, {"pause": [0.6, 0.4]}),
     ]
 
