@@ -1,4 +1,4 @@
-"""The broker: its visibility timeout, the longest countdown, and the way of a message back to its queue."""
+"""The broker: its visibility timeout, how long messages wait, and the way of a message back to its queue."""
 
 import re
 from contextlib import suppress
@@ -7,8 +7,10 @@ from typing import Any
 import kombu
 from celery import Celery
 from celery.utils.quorum_queues import detect_quorum_queues
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from only_one.errors import ConfigurationError
+from only_one.option_values import LONGEST
 
 _kombu: Any = kombu  # it has no types
 
@@ -28,6 +30,31 @@ def remembered_for(app: Celery) -> float:
     return max(2 * visibility_timeout(app), 3600.0)
 
 
+def longest_wait(app: Celery, queue_timeout: float, expires: Any, eta: Any) -> float:
+    """Seconds for which a task that is queued now may wait: so long it keeps its key.
+
+    Args:
+        app: the task's app.
+        queue_timeout: seconds for a task that does not expire, from when it may begin.
+        expires: when the worker no longer begins it: seconds from now, a time or its ISO 8601 text; None for never.
+        eta: when it may begin: seconds from now, or a time; None for at once.
+
+    Returns:
+        The seconds, at most ten years, also if it expires in the year 9999; 0 or fewer for a task that has expired.
+    """
+    if expires is not None:
+        return min(_seconds_until(app, expires), LONGEST)
+    return min(queue_timeout + max(0.0, _seconds_until(app, eta or 0)), LONGEST)
+
+
+def _seconds_until(app: Celery, when: Any) -> float:
+    if not isinstance(when, str) and not hasattr(when, "isoformat"):
+        return float(when)
+    time: Any = maybe_iso8601(when if isinstance(when, str) else when.isoformat())
+    # By timestamps: the difference of two times of one zone leaves out that its clocks change.
+    return float(maybe_make_aware(time).timestamp() - app.now().timestamp())
+
+
 def redelivers_at_any_time(app: Celery) -> bool:
     """Whether the broker redelivers a message as soon as the connection on which it came is lost, as AMQP says."""
     return _kind(app) == "amqp"
@@ -39,36 +66,30 @@ def way_back(app: Celery, came_by: dict[str, Any]) -> dict[str, Any]:
     With quorum queues, RabbitMQ delays a message that is sent through a topic exchange. A message that came by another
     exchange would be lost, or go to the default queue: it goes back without a delay of RabbitMQ's, and a worker delays
     it.
-    A message that came by a fanout exchange goes back to this worker's queue, or each worker would get it once more.
 
     Args:
         app: the application.
         came_by: Celery's ``delivery_info`` of the message.
 
     Raises:
-        ConfigurationError: for a message of a fanout exchange of Redis, which has no queue of this worker's.
+        ConfigurationError: for a message that came by a fanout exchange.
     """
     exchange = came_by.get("exchange") or ""
     # Celery puts the seconds of a delay by RabbitMQ before the routing key: 28 binary digits.
     key = re.sub(r"^(?:[01]\.){28}", "", came_by.get("routing_key") or "")
-    if own := _own_queue(app, exchange, key):
-        return _back_to_own_queue(app, own)
-    if detect_quorum_queues(app, _kind(app))[0]:
-        return _back_by_exchange(app, exchange, key) if exchange else _back_to_queue(app, key)
-    topic = _topics(app).get(exchange)
-    # In a child of the pool that has not declared a topic exchange, kombu's Redis takes it for a direct one.
-    return {"declare": [topic]} if topic and _kind(app) != "amqp" else {}
-
-
-def _back_to_own_queue(app: Celery, own: str) -> dict[str, Any]:
-    """The options for a message of a fanout exchange: it goes to this worker's queue, past the exchange."""
-    if _kind(app) == "redis":
+    known = _exchange_of(app, exchange)
+    kind = known and known.type
+    if kind == "fanout":
         msg = (
-            f"a message of the Broadcast queue {own!r} cannot be requeued with Redis, because all workers would get it "
-            "again: write a key that each worker has for itself, or use RabbitMQ"
+            f"a message of the Broadcast exchange {exchange!r} cannot be requeued, because all workers would get it "
+            "again: write a key that each worker has for itself"
         )
         raise ConfigurationError(msg)
-    return {"queue": _kombu.Queue(own), "declare": []}
+    if detect_quorum_queues(app, _kind(app))[0]:
+        is_topic = kind == "topic" or exchange.startswith("celery_delayed_")  # RabbitMQ has delayed it before
+        return _back_by_exchange(exchange, key, is_topic=is_topic) if exchange else _back_to_queue(app, key)
+    # In a child of the pool that has not declared a topic exchange, kombu's Redis takes it for a direct one.
+    return {"declare": [known]} if kind == "topic" and _kind(app) != "amqp" else {}
 
 
 def _back_to_queue(app: Celery, name: str) -> dict[str, Any]:
@@ -79,29 +100,18 @@ def _back_to_queue(app: Celery, name: str) -> dict[str, Any]:
     return {}
 
 
-def _back_by_exchange(app: Celery, exchange: str, key: str) -> dict[str, Any]:
+def _back_by_exchange(exchange: str, key: str, *, is_topic: bool) -> dict[str, Any]:
     """The options for a message that came to a quorum queue by an exchange."""
-    is_topic = exchange in _topics(app) or exchange.startswith("celery_delayed_")  # RabbitMQ has delayed it before
     source = _kombu.Exchange(exchange, type="topic" if is_topic else "direct")
     queue = _kombu.Queue(exchange=source, routing_key=key)
     # Celery decides by the option `queue` whether RabbitMQ delays the message, and sends it by the other options.
     return {"queue": queue} if is_topic else {"queue": queue, "exchange": exchange, "routing_key": key, "declare": []}
 
 
-def _topics(app: Celery) -> dict[str, Any]:
-    """The topic exchanges of the app's queues, by name."""
+def _exchange_of(app: Celery, name: str) -> Any:
+    """The exchange with this name, of the app's queues; None if they have no such one."""
     exchanges = [each.exchange for queue in app.amqp.queues.values() for each in (queue, *(queue.bindings or ()))]
-    return {each.name: each for each in exchanges if each and each.type == "topic"}
-
-
-def _own_queue(app: Celery, exchange: str, key: str) -> str | None:
-    """The name of this worker's queue of a fanout exchange, if a message came by the two; None for other messages."""
-    fanouts = [
-        each for each in app.amqp.queues.consume_from.values() if each.exchange and each.exchange.type == "fanout"
-    ]
-    # A message that was sent to the queue itself has no exchange.
-    names = [str(each.name) for each in fanouts if (each.exchange.name == exchange if exchange else each.name == key)]
-    return names[0] if names else None
+    return next((each for each in exchanges if each and each.name == name), None) if name else None
 
 
 def refuse_long_countdown(app: Celery, countdown: float | None) -> None:

@@ -28,15 +28,13 @@ from only_one.policies import BufferOne, RequeueRequest, carry_on, fail, retry, 
 from only_one.policies import Retry as RetryPolicy
 
 from . import coalescing, redelivery
-from .broker import remembered_for
-from .queue_timeout import longest_wait
+from .broker import longest_wait, remembered_for
 from .requeue import Header, header_of, publish, work_of
 from .task_functions import (
     TaskCaller,
     async_function_of,
     functions_of,
     functions_with_bases,
-    key_of_message,
     task_of_items,
 )
 
@@ -203,10 +201,6 @@ class Delivery(TaskCaller):
         has_no_lineage = self.header.times and not self.header.lineage
         if _is_redelivered(request) or has_no_lineage:
             self.header = self.header._replace(has_begun=True)
-
-    def key_in_message(self, prefix: str, args: Any, kwargs: Any) -> str | None:
-        """The key of the run, as far as its message tells it; see ``key_of_message`` for the arguments."""
-        return self.key or key_of_message(self._task, self.decoration, prefix, args, kwargs)
 
     def marker(self, key: str) -> str:
         """The name of the completion marker of the message's work for a key."""
@@ -388,9 +382,7 @@ class TaskRun(Delivery):
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
         self._carry_key(call)
-        # If the task is not unique any more, its message may have another key, which is withdrawn at the end.
-        if self.header.key in (None, call.key):
-            self.state.withdraws = False
+        self.state.withdraws = False
         is_superseded = False
         with redelivery.suppress_trouble(self.work.id):
             if self._end_if_run_has_ended(call):

@@ -17,7 +17,7 @@ from celery.exceptions import Reject, TimeLimitExceeded, WorkerLostError
 from celery.states import FAILURE, SUCCESS
 from redis.exceptions import MovedError, ResponseError
 
-from only_one.call.effective_options import Call, Decoration, EffectiveOptions, effective_options
+from only_one.call.effective_options import Call, Decoration, EffectiveOptions
 from only_one.call.owed_key import Withdrawal, note_of
 from only_one.clock import now
 from only_one.driver import Command, drive
@@ -30,12 +30,11 @@ from only_one.lock.renewal import finish_pending_releases, log_beside, release_l
 from only_one.lock.token import machine, words_of
 
 from . import coalescing, redelivery
-from .app_settings import app_options
+from .broker import longest_wait
 from .delivery import Delivery, state_of, unwrapped
-from .queue_timeout import longest_wait
 from .received_tasks import begun_request
 from .requeue import header_of, work_of
-from .task_functions import decorations_of, key_of_arguments, task_of_items
+from .task_functions import decorations_of, key_of_arguments, key_of_message, task_of_items
 
 _NOT_RELEASED = "a key of %s, whose run was killed or revoked, could not be released"
 
@@ -51,45 +50,33 @@ _AT_ONCE = 1000
 """Keys that the server goes through for one reply to ``SCAN``."""
 
 
-def withdraw(task: Any, request: Any, app: Any = None, *, is_retried: bool = False) -> None:
+def withdraw(task: Any, request: Any, *, is_retried: bool = False) -> None:
     """Release the key of a unique task that has ended before it began, also if a call has taken its key over.
 
     In the background, as the server may be away. Nothing is done for a task that has no key.
 
     Args:
-        task: the task; None if this version of the code has no such task.
+        task: the task.
         request: the task's request.
-        app: the worker's app, if there is no task.
         is_retried: whether a retry of it waits, to which value and number belong: then only the note is left.
     """
-    header, work, app = header_of(request), work_of(request), app or task.app
-    unique = next((each for each in (decorations_of(task) if task else ()) if each.is_unique), None)
-    key = header.key or _key_at_queueing(task, unique, request)
-    if key is None:
+    unique = next((each for each in decorations_of(task) if each.is_unique), None)
+    if unique is None:
         return
-    # If the task is unique in another version of the code only, the server that its decorator names is not known here.
-    options = unique.options_for(unique.plain) if unique else effective_options({}, *app_options(app))
-    if options.server is None:
+    header, work, options = header_of(request), work_of(request), unique.options_for(unique.plain)
+    key = header.key
+    with suppress(Exception):  # of arguments that have no key, either
+        # The header has no key if Celery has sent the message again because a process was lost, or if the task's own
+        # `apply_async` has given the task another id. If the key holds a value of other work, that is left alone.
+        key = key or key_of_arguments(task, unique, options.prefix, request.args, request.kwargs)
+    if key is None or options.server is None:
         return
-    lasts = longest_wait(app, options.queue_timeout, request.expires, request.eta)
+    lasts = longest_wait(task.app, options.queue_timeout, request.expires, request.eta)
     until, note = now() + max(lasts, options.queue_timeout), note_of(key, *work)
     # No value has the name of a note in it, so none is deleted.
     words, number = (note.encode(), None) if is_retried else (words_of(*work), header.trigger)
     triggers = coalescing.triggers_of(key)
     release_later(Withdrawal(options.server, key, words, until, note=note, triggers=triggers, number=number))
-
-
-def _key_at_queueing(task: Any, unique: Decoration | None, request: Any) -> str | None:
-    """The key with which a unique task was queued, also if its run would have another; None if there is none.
-
-    The header has no key if Celery has sent the message again because a process was lost, or if the task's own
-    ``apply_async`` has given the task another id. If the key holds a value of other work, that is left alone.
-    """
-    with suppress(Exception):  # of arguments that have no key, either
-        if unique is not None:
-            prefix = unique.options_for(unique.plain).prefix
-            return key_of_arguments(task, unique, prefix, request.args, request.kwargs)
-    return None
 
 
 def release_when_dead(task: Any, args: Any, kwargs: Any, request: Any) -> None:
@@ -110,7 +97,9 @@ def _watch_run(task: Any, decoration: Decoration, arguments: tuple[Any, Any] | N
     options = decoration.options_for(delivery)
     if options.server is None:
         return
-    key = delivery.key_in_message(options.prefix, *arguments) if arguments else None
+    key = delivery.key
+    if key is None and arguments:
+        key = key_of_message(task, decoration, options.prefix, *arguments)
     if key is None:
         # A cluster is asked here which nodes it has, with short time-outs; the thread searches them.
         for node in options.server.nodes.all():
@@ -233,11 +222,6 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **_: Any) -> None:
         release_when_dead(sender, request.args, request.kwargs, request)
 
 
-def _on_unknown(sender: Any, message: Any, **sent: Any) -> None:
-    """The worker has no such task, and drops the message: another version of the code has sent it."""
-    withdraw(None, Context({**(message.headers or {}), "id": sent["id"]}), sender.app)
-
-
 def _on_end(sender: Any, task: Any, state: Any = None, **_: Any) -> None:
     """Note that the result is stored, or withdraw a task that never began.
 
@@ -269,7 +253,6 @@ def _is_stored(task: Any, state: Any, error: BaseException | None) -> bool:
 
 
 signals.task_failure.connect(_on_failure)
-signals.task_unknown.connect(_on_unknown)
 signals.task_retry.connect(_on_retry)
 signals.task_revoked.connect(_on_revoked)
 signals.task_postrun.connect(_on_end)

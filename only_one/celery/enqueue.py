@@ -24,8 +24,8 @@ from only_one.lock.renewal import is_to_be_released, release_later
 from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing, redelivery
+from .broker import longest_wait
 from .delivery import current_task
-from .queue_timeout import longest_wait
 from .requeue import HEADER, Header
 from .task_functions import TaskCaller
 
@@ -227,14 +227,3 @@ class Publication(TaskCaller):
             with redelivery.suppress_trouble(self.id):
                 coalescing.note_published(call, self.app, trigger, most, eta)
         return result
-
-
-def _in_one_line(record: logging.LogRecord) -> bool:
-    """Log beat's message about a busy task in one line, without its traceback: nothing is wrong."""
-    error = record.exc_info[1] if record.exc_info else None
-    if error is not None and isinstance(error.__cause__ or error.__context__, AlreadyRunning):
-        record.msg, record.args, record.exc_info = str(error), (), None
-    return True
-
-
-logging.getLogger("celery.beat").addFilter(_in_one_line)

@@ -29,9 +29,8 @@ from only_one.lock.renewal import hold, release_at_exit, release_later
 from only_one.policies import BufferOne
 from only_one.settings import DEFAULT_LEASE
 
-from .broker import redelivers_at_any_time, remembered_for
+from .broker import longest_wait, redelivers_at_any_time, remembered_for
 from .delivery import Delivery
-from .queue_timeout import longest_wait
 from .redelivery import read_marker
 from .requeue import keep_content_type
 from .task_functions import TaskCaller, decorations_of, key_of_arguments
@@ -99,7 +98,7 @@ _waiting: dict[bytes, _WaitingLease] = {}
 in_each_child(_waiting.clear)
 
 
-def _on_received(sender: Any, request: Any, **_: Any) -> None:
+def _on_received(request: Any, **_: Any) -> None:
     global _backs_off_until  # noqa: PLW0603 - that of the process
     if decorations := decorations_of(request.task):
         keep_content_type(request)
@@ -110,9 +109,12 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
             delivery = Delivery(request.task, Context(request.request_dict), decoration=decoration)
             options = decoration.options_for(delivery)
             if (server := options.server) is not None:
-                _store_received(delivery, options, server, sender, request)
-                _announce_redelivery(delivery, options, server, request)
-                _number(delivery, options, server, request)
+                _store_received(delivery, options, server, request)
+                key = _key_of(delivery, options, request)
+                if key is not None:
+                    call = Call(options, server, key)
+                    _announce_redelivery(delivery, call, request)
+                    _number(delivery, call, request)
     except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
         text = "the key or number of %s, which was received, could not be stored"
         warn_once((request.name, "received", type(error)), text, request.name, exc_info=error)
@@ -120,7 +122,7 @@ def _on_received(sender: Any, request: Any, **_: Any) -> None:
             _backs_off_until = now() + 10  # the worker has other messages to receive
 
 
-def _store_received(delivery: Delivery, options: EffectiveOptions, server: Server, consumer: Any, request: Any) -> None:
+def _store_received(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:
     """Store the value of a received task at the key with which it was queued, and renew it while the task waits."""
     key, header = delivery.key, delivery.header
     was_queued_with_key = header.token or header.attempt  # else it was queued without, or its message was requeued
@@ -141,10 +143,6 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
         request.request_dict.update(delivery.header.as_headers())
         hold(lease)
         return
-    held = work_held_by(Holder.parse(replaced.value))
-    is_previous_attempt = held is not None and held.id == delivery.work.id and held < delivery.work
-    if is_previous_attempt:  # which has not ended yet
-        consumer.timer.call_after(1, _look_again, (consumer, request))
     if lease.lose(replaced.status, replaced.value):
         _waiting.pop(lease.token, None)
 
@@ -156,12 +154,6 @@ def _replace_queued(key: str, delivery: Delivery, token: bytes, seconds: float) 
     if is_of_this_task and is_queued(replaced.value):  # it was stored by a retry, or by an earlier worker
         replaced = yield from replace(key, replaced.value, token, seconds)
     return replaced
-
-
-def _look_again(consumer: Any, request: Any) -> None:
-    """Ask for the key once more. Exception: once the task has begun, it may wait in another worker, requeued."""
-    if request.time_start is None:
-        _on_received(consumer, request)
 
 
 def _end_wait(token: bytes, release: Callable[[PendingRelease], None] = release_later) -> None:
@@ -178,40 +170,34 @@ def _end_wait(token: bytes, release: Callable[[PendingRelease], None] = release_
         release(lease.end_of_wait())
 
 
-def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:
+def _key_of(delivery: Delivery, options: EffectiveOptions, request: Any) -> str | None:
+    """The key that the message gives; if it is not the run's, what is done with it does no harm. None if none."""
+    key = delivery.key
+    with suppress(Exception):  # of arguments that have no key, perhaps until they are changed on their way to the run
+        key = key or key_of_arguments(request.task, delivery.decoration, options.prefix, request.args, request.kwargs)
+    return key
+
+
+def _announce_redelivery(delivery: Delivery, call: Call, request: Any) -> None:
     """Tell the run of a message that a redelivery waits for its end: perhaps no child is free to ask before that.
 
     Redis delivers a message again while its run goes on in a worker that has lost its connection.
     With RabbitMQ a run says in any case that it has ended.
     """
-    app, task = request.app, request.task
-    may_wait = task.acks_late and delivery.header.has_begun
-    if not may_wait or redelivers_at_any_time(app):
-        return
-    key = delivery.key
-    with suppress(Exception):  # of arguments that have no key until they are changed on their way to the run
-        # If it is not the run's, it does no harm.
-        key = key or key_of_arguments(task, delivery.decoration, options.prefix, request.args, request.kwargs)
-    if key is None:
-        return
-    drive(server.client, read_marker(key, delivery.marker(key), waits=remembered_for(app)))
+    is_told = request.task.acks_late and not redelivers_at_any_time(delivery.app)
+    if delivery.header.has_begun and is_told:
+        drive(call.server.client, read_marker(call.key, delivery.marker(call.key), waits=remembered_for(delivery.app)))
 
 
-def _number(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:
+def _number(delivery: Delivery, call: Call, request: Any) -> None:
     """Number a task that ``buffer_one`` coalesces, before it waits here for a free process, or is redelivered.
 
     A task with an ``eta`` is sent for a later time, and is numbered when it begins.
     """
-    if not isinstance(options.when_busy, BufferOne):
-        return
-    if request.eta or delivery.header.trigger is not None:
-        return
-    key = None
-    with suppress(Exception):  # of arguments that have no key: the run says so
-        key = delivery.key_in_message(options.prefix, request.args, request.kwargs)
-    if key is not None:
+    has_number = request.eta or delivery.header.trigger is not None
+    if isinstance(call.options.when_busy, BufferOne) and not has_number:
         with suppress(ResponseError):  # a server that refuses this refuses the run's number, too, and the run says so
-            trigger = delivery.arrive(Call(options, server, key), "", begins=False)
+            trigger = delivery.arrive(call, "", begins=False)
             request.request_dict.update(delivery.header._replace(trigger=trigger).as_headers())
 
 

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 from uuid import uuid4
@@ -23,9 +23,8 @@ from only_one import AlreadyRunning, KeyTemplateError, Lost, configure, current_
 from only_one.celery import delivery
 from only_one.celery.requeue import Header
 from only_one.option_values import LONGEST
-from only_one.policies import buffer_one, carry_on, fail, retry, skip
+from only_one.policies import buffer_one, carry_on, fail, retry
 from rigs.proxy import Proxy
-from rigs.waiting import eventually
 from tests.celery.deliveries import (
     OUTCOMES,
     QUEUE_TIMEOUT,
@@ -510,17 +509,3 @@ def test_a_task_id_that_is_no_str(queue: Queue, keys: Keys, make: Any) -> None:
         queue.deliver(message, redelivered=redelivered)
         keys.redis.delete(f"{keys.prefix}k")
     assert answer.get() == str(task_id)
-
-
-@pytest.mark.parametrize("attempt", [0, 1])
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_a_task_not_unique_any_more_frees_its_old_key(queue: Queue, keys: Keys, attempt: int, *, is_busy: bool) -> None:
-    """When it ends, the key of the version that has queued it, or its retry, is free, too."""
-    sent = Header(str(uuid4()), 0, key=f"{keys.prefix}other", token="queued")  # noqa: S106 - of a lock
-    keys["other"] = token_of(sent.id, state="queued", attempt=attempt)
-    task = a_task(queue.app, lambda_of(lambda: (current_lock().key, "other" in keys)), when_busy=skip)
-    answer = task.apply_async(task_id=sent.id, headers=sent.as_headers(), retries=attempt)
-    with keys.busy() if is_busy else nullcontext():
-        queue.deliver()
-    assert answer.get() == (None if is_busy else [f"{keys.prefix}k", True])
-    assert eventually(lambda: "other" not in keys)

@@ -21,7 +21,7 @@ import pytest
 from celery import Celery, Task
 from celery.app.task import Context
 from celery.exceptions import Retry, SoftTimeLimitExceeded, WorkerLostError
-from celery.signals import task_failure, task_postrun, task_retry, task_revoked, task_unknown
+from celery.signals import task_failure, task_postrun, task_retry, task_revoked
 from redis import Redis
 from redis.exceptions import MovedError
 
@@ -197,17 +197,6 @@ def test_the_key_of_a_lost_process_is_released(
     assert not caplog.records
 
 
-def test_a_lost_process_ends_a_task_that_is_unique_in_another_version_of_the_code(task: Any, keys: Keys) -> None:
-    """Its key is another run's by now, which stores its value again unless it is told that the task has ended."""
-    about = Context(id="mine", retries=0, **Header("mine", 0, key=f"{keys.prefix}k").as_headers())
-    task.request_stack.push(about)  # as Celery does
-    try:
-        fail(task, "k")
-    finally:
-        task.request_stack.pop()
-    assert keys.come_to_be_withdrawn("mine")
-
-
 @pytest.mark.parametrize("name", ["celery.map", "celery.starmap"])
 def test_the_key_of_an_item_of_a_list_of_calls_is_released(app: Celery, task: Any, keys: Keys, name: str) -> None:
     keys["k"], keys["another"] = (held_by(2**30, each, queue="celery.map") for each in ("mine", "another"))
@@ -320,27 +309,19 @@ def test_the_key_of_a_revoked_task_is_released(task: Any, unique_task: Any, keys
     keys["changed"] = dead
     revoke(unique_task, "another", delivery_info={"redelivered": True}, **header)
     assert "changed" not in keys
-    # Another version of the code may have sent it, in which it was unique.
-    for each in (unique_task, task):
-        keys["changed"] = queued("mine", 0)
-        revoke(each, "another", **header)
-        assert eventually(lambda: "changed" not in keys)
+    keys["changed"] = queued("mine", 0)
+    revoke(unique_task, "another", **header)
+    assert eventually(lambda: "changed" not in keys)
 
 
-def test_the_key_of_a_task_that_has_not_begun_is_on_the_server_of_its_decorator_or_its_app(
+def test_the_key_of_a_task_that_has_not_begun_is_on_the_server_of_its_decorator(
     new_app: Any, keys: Keys, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settings, "current", {})
     by_decorator = unique(new_app(broker_url="memory://"), "k", redis=redis_url)
-    of_app = a_task(new_app(broker_url="memory://", only_one_redis=redis_url), work, celery={"lazy": False})
-    header = Header("mine", 0, key=f"{keys.prefix}k").as_headers()
-    for task in (by_decorator, of_app, a_task(new_app(), work, celery={"lazy": False})):
-        keys["k"] = queued("mine", 0)
-        end_without_a_run(task, **header)
-        assert "k" not in keys
     keys["k"] = queued("mine", 0)
-    task_unknown.send(sender=of_app, message=SimpleNamespace(headers=header), id="mine", name="unknown", exc=None)
-    assert eventually(lambda: "k" not in keys)
+    end_without_a_run(by_decorator, **Header("mine", 0, key=f"{keys.prefix}k").as_headers())
+    assert "k" not in keys
 
 
 @pytest.mark.parametrize(("is_unique", "has_ended"), [(False, False), (True, False), (True, True)])
@@ -379,12 +360,9 @@ def test_who_takes_over_the_key_of_a_task_whose_process_is_lost_owes_it_nothing(
 
 
 def test_a_task_that_has_ended_without_having_begun_has_no_key(
-    queue: Queue, task: Any, unique_task: Any, keys: Keys, way: Proxy, caplog: pytest.LogCaptureFixture
+    unique_task: Any, keys: Keys, way: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The value at the key says whose it is: the message of a retry has no token.
-
-    In a deployment another version of the code may have sent it, in which the task was unique.
-    """
+    """The value at the key says whose it is: the message of a retry has no token."""
     caplog.set_level(logging.DEBUG, "only_one")
     request = {"retries": 1, **Header("mine", 1, key=f"{keys.prefix}k", trigger=1).as_headers()}
     for value in (b"somebody else", queued("another", 1), queued("mine", 0), queued("mine", 2), held_by(os.getppid())):
@@ -397,12 +375,9 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
     with configure(active=False):
         end_without_a_run(unique_task, **request)
     assert keys["k"] == value
-    plain = queue.app.task(work, name="plain", shared=False)
-    revoke(plain, "k", **request)
-    assert eventually(lambda: "k" not in keys)
     # Celery has sent it again, because its process was lost; its message, sent with an id of its own, had no key.
     without = [{"retries": 1, "args": ("k",)}, {"retries": 1, "args": (), "kwargs": {"key": "k"}}]
-    ended = [(each, request) for each in (unique_task, task, plain, Wrapped(unique_task))]
+    ended = [(each, request) for each in (unique_task, Wrapped(unique_task))]
     for each, its in [*ended, *zip((unique_task, Wrapped(unique_task)), without, strict=True)]:
         keys["k"] = value
         way.forget_commands()

@@ -15,8 +15,7 @@ from weakref import ref
 import pytest
 from celery.app.task import Context
 from celery.exceptions import WorkerLostError
-from celery.signals import task_failure, task_received, task_unknown, worker_shutdown
-from kombu.asynchronous.timer import Timer
+from celery.signals import task_failure, task_received, worker_shutdown
 from redis import Redis
 
 from only_one import buffer_one, configure, events
@@ -32,7 +31,6 @@ from tests.renewal import fails_to_renew, is_renewed, later
 
 LEASE = 30
 RESTS = 10
-LOOKS_AGAIN_AFTER = 1
 ACKNOWLEDGED = {"message": SimpleNamespace(acknowledged=True)}
 QUEUED, RECEIVED = ("queued", 0), ("received", 0)
 
@@ -58,14 +56,12 @@ class Worker:
     Attributes:
         app: the app.
         task: a unique task of its, which is received unless another is named.
-        timer: what it does later.
         requests: the tasks that it has received.
     """
 
     def __init__(self, queue: Queue) -> None:
         self.app = queue.app
         self.task = unique(queue.app, "{key}", function=work)
-        self.timer: Any = Timer()  # type: ignore[no-untyped-call]
         self.requests: list[Context] = []
         self._queue = queue
 
@@ -254,39 +250,6 @@ def test_a_task_whose_key_another_run_has_is_queued_again_by_that_run(worker: Wo
     assert worker.task.delay("k").is_duplicate != is_over
 
 
-def test_a_retry_has_its_key_when_the_previous_attempt_has_released_it(worker: Worker, keys: Keys) -> None:
-    """Its message carries no token: it was published before that attempt has ended."""
-    retry = Header(worker.task.delay("k").id, 1, key=f"{keys.prefix}k")
-    before = time.monotonic()
-    worker.receive(retry)
-    assert keys.state() == QUEUED
-    (entry,) = worker.timer.queue
-    assert before <= entry.eta - LOOKS_AGAIN_AFTER <= time.monotonic()
-    keys["k"] = TokenFactory(worker.task.name, retry.id, 1, "queued").token(HOUR)
-    entry.entry()
-    assert keys.state() == ("received", 1)
-    end_worker()
-    assert keys.state() == ("queued", 1)
-    assert len(worker.timer.queue) == 1
-
-
-def test_a_retry_that_was_requeued_leaves_its_key_to_the_worker_that_has_its_message(
-    worker: Worker, keys: Keys
-) -> None:
-    """The worker that has received it first does not take the key from the other, and then let it expire."""
-    retry = Header(worker.task.delay("k").id, 1, key=f"{keys.prefix}k")
-    worker.receive(retry)
-    worker.requests[-1].time_start = 1.0  # it begins, and is requeued, because the previous attempt has not ended
-    worker.receive(retry._replace(times=1))
-    keys["k"] = TokenFactory(worker.task.name, retry.id, 1, "queued").token(HOUR)
-    of_the_first, of_the_other = [entry.entry for entry in sorted(worker.timer.queue)]
-    of_the_other()
-    received = keys["k"]
-    of_the_first()
-    assert keys["k"] == received
-    assert keys.state() == ("received", 1)
-
-
 VALUES: list[Any] = [
     "somebody else",
     TokenFactory("another", "another", 0, "queued").token(HOUR),
@@ -312,7 +275,6 @@ def test_a_key_that_is_not_the_tasks_is_left_alone(worker: Worker, keys: Keys, v
     assert not [lease for lease in received_tasks._waiting.values() if lease.renewer], "none is renewed"
     is_of_other_work = value in VALUES[:3]  # whose run may store the task's value again, unless it is told of its end
     assert any(b"own" in lease.token for lease in received_tasks._waiting.values()) == is_of_other_work
-    assert not worker.timer.queue
     assert worker.lease("next"), "nothing has gone wrong"
 
 
@@ -354,15 +316,10 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     assert warning.getMessage() == f"the key or number of {worker.task.name}, which was received, could not be stored"
 
 
-def key_of_the_run(key: str, number: int) -> str:  # noqa: ARG001 - which may read what only the run has
-    return key
-
-
-RECEIVED_BEFORE: dict[str, tuple[Any, Any, list[int]]] = {
-    "it waits for a process": ("{key}", None, [1]),
-    "its worker loses it": ("{key}", None, [1]),
-    "it is sent for later": ("{key}", "2100-01-01T00:00:00+00:00", [1, 0]),
-    "its key is not known": (key_of_the_run, None, [1, 0]),
+RECEIVED_BEFORE: dict[str, tuple[Any, list[int]]] = {
+    "it waits for a process": (None, [1]),
+    "its worker loses it": (None, [1]),
+    "it is sent for later": ("2100-01-01T00:00:00+00:00", [1, 0]),
 }
 
 
@@ -371,9 +328,9 @@ def test_a_task_that_was_received_before_another_has_run_is_older(queue: Queue, 
     def run(key: str, number: int) -> None:  # noqa: ARG001 - it is in the key
         ran.append(number)
 
-    (key, eta, expected), is_lost = RECEIVED_BEFORE[how], "loses" in how
+    (eta, expected), is_lost = RECEIVED_BEFORE[how], "loses" in how
     ran: list[int] = []
-    task = a_task(queue.app, run, key=key, when_busy=buffer_one())
+    task = a_task(queue.app, run, key="{key}", when_busy=buffer_one())
     messages = []
     for number in range(2):
         task.delay("k", number)
@@ -440,27 +397,6 @@ def test_of_the_attempts_of_a_task_the_last_that_has_begun_is_known_by_its_id(wo
     assert found is not None
     assert found.retries == 2
     assert received_tasks.begun_request("another") is None
-
-
-def test_a_task_that_the_worker_does_not_know_has_no_key(
-    queue: Queue, worker: Worker, keys: Keys, way: Proxy, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Another version of the code has sent it, and Celery drops it; the worker does not wait for the server."""
-
-    def drop(headers: dict[str, Any] | None) -> None:
-        message: Any = SimpleNamespace(headers=headers)
-        found = {"message": message, "id": (headers or {}).get("id"), "name": worker.task.name, "exc": None}
-        task_unknown.send(sender=worker, **found)
-
-    worker.task.delay("k")
-    for headers in (None, {"id": "another"}, {"id": "another", "retries": 1}):
-        drop(headers)
-    assert keys.state() == QUEUED
-    with way.refused():
-        drop(queue.messages()[-1]["headers"])
-    assert eventually(lambda: "k" not in keys)
-    assert eventually(lambda: keys.prefix not in str([*renewal._renewer.pending_releases.values()])), "it is done once"
-    assert not caplog.records, "what is asked in the worker's own thread warns"
 
 
 PROGRAMS = {

@@ -113,8 +113,7 @@ class MessageChecker:
         - The task's worker had acknowledged the message, and was killed; and when the worker received the message,
           another run had the key, such as that of the previous attempt, or the task's own ``apply_async`` had given the
           task another id.
-        - A version in which the task is not unique has ended the task, and its message names no key; or has ended it at
-          its hard limit; or was killed.
+        - A version in which the task is not unique has ended the task.
         - The task has ended without its key while the server was away, and its process has ended before it could
           withdraw the task.
         """
@@ -122,8 +121,7 @@ class MessageChecker:
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
         works = {each.work for each in self.broker.published if each.id.encode() in value}
         was_lost, was_dropped = not works.isdisjoint(self.broker.lost), not works.isdisjoint(self.broker.dropped)
-        is_ended_so = was_dropped or not {each.how for each in tasks} <= {*_UNIQUE} - {"hard limit", "own id"}
-        is_moved = len({*self.plan.unique}) > 1 and is_ended_so
+        is_moved = len({*self.plan.unique}) > 1
         came = {work: at for work, (at, _) in self.broker.dropped.items() if work in works}
         others = [(run, at) for run in self.history.runs for work, at in came.items() if run.work != work]
         late = _ONE_COMMAND + self.history.latest  # its worker's command
