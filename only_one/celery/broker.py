@@ -123,12 +123,10 @@ def refuse_long_countdown(app: Celery, countdown: float | None) -> None:
     vars(app).pop("only_one_broker", None)  # the app may have been configured since
     # A task that is only called needs no transport, so the timeout is not read if there is no countdown.
     if countdown is not None and countdown > (longest := longest_countdown(app)):
-        timeout, raised = "the broker's visibility timeout", "or raise"
-        if redelivers_at_any_time(app):
-            timeout, raised = "RabbitMQ's consumer_timeout", "or raise that, and tell it to Celery in"
         msg = (
-            f"countdown={countdown:g} is more than a third of {timeout}, and the broker would redeliver the message: "
-            f"write at most {longest:g} seconds, {raised} broker_transport_options['visibility_timeout']"
+            f"countdown={countdown:g} is more than a third of the time after which the broker redelivers a message: "
+            f"write at most {longest:g} seconds, or raise broker_transport_options['visibility_timeout'] (with "
+            "RabbitMQ to its consumer_timeout, raised too)"
         )
         raise ConfigurationError(msg)
 

@@ -274,6 +274,7 @@ SECOND_CALLS: list[tuple[str, Any, Any, tuple[int, int, bytes | None]]] = [
     *[("is requeued", None, again, WAITS) for again in (None, Task.__call__, Task.retry)],
     *[("is requeued", "its key is free", again, WAITS) for again in (None, Task.__call__, Task.retry)],
     *[("is dropped", None, again, IS_DROPPED) for again in (None, Task.retry)],
+    ("runs", None, None, (2, 0, b"1")),  # though the first has marked its end
     *[("runs", "busy", again, BUSY_AFTERWARDS) for again in (None, Task.__call__, called_until_it_is_not_ignored)],
     # The delivery ends without a result: the other message would be dropped for it, and the work be lost.
     ("runs", "a later message waits", None, (1, 0, b"0")),
