@@ -41,7 +41,6 @@ DROPPED = "DROPPED"
 """What RabbitMQ does with a message in a queue that has expired: nobody hears of it."""
 
 unique = live.unique
-live.ABOVE["in another version"] = live.above("in another version")  # of which no worker knows
 
 
 class State(Enum):
@@ -180,7 +179,6 @@ ENDS = [
 EXPIRED = "REVOKED" if KIND == "redis" else DROPPED
 OF_UNIQUE = [
     End("expired in its queue", State.NEVER, "return", expire, EXPIRED, queue="nobody's", options={"expires": 0.5}),
-    End("unknown to its worker", State.NEVER, strike=nothing, result="FAILURE", task="in another version"),
     End("replaced", State.REJECTED, "replace", result="SUCCESS", attempts=2),
 ]
 """Ends that are of interest where a task is unique from queued to finished."""
