@@ -13,18 +13,16 @@ from copy import deepcopy
 from datetime import datetime, timezone
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import billiard.einfo
 import celery.worker.request
 import celery.worker.state
-import kombu.utils.limits
 from billiard.einfo import ExceptionInfo
 from celery import Celery, signals
 from celery.app.trace import trace_task_ret
 from celery.backends.cache import CacheBackend
-from celery.exceptions import Reject, SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
-from celery.worker.consumer.consumer import Consumer
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
 from kombu import common
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
@@ -36,7 +34,6 @@ _virtual: Any = virtual
 _common: Any = common
 _common.get_node_id()  # drawn once in a process, and so before the first history, which must draw what later ones do
 _PREFETCHED = 4
-_THREADS = 2
 _SOFT_SHUTDOWN = 1.0
 """Seconds for which a soft shutdown waits for runs (``worker_soft_shutdown_timeout``)."""
 
@@ -59,16 +56,11 @@ TRANSPORTS: dict[str, Any] = {
 
 
 class Results(CacheBackend):  # type: ignore[misc]
-    """A result backend that may take its time to store a result, and may be away."""
+    """A result backend that may take its time to store a result."""
 
     def store_result(self, task_id: str, result: Any, state: str, *args: Any, **kwargs: Any) -> Any:
         if state == "SUCCESS":
             playing().sleep(playing().choose(f"storing of {this().name}", [0.0, 0.0, 0.0, 0.4]))
-        # In a worker's main process, Celery only logs that a result could not be stored.
-        is_child = "." in this().name
-        if is_child and playing().fault(f"storing fails of {this().name}", playing().plan.store_fails):
-            playing().not_stored(state)
-            raise ConnectionRefusedError
         playing().stores(result)
         return super().store_result(task_id, result, state, *args, **kwargs)
 
@@ -89,7 +81,6 @@ class App(Celery):  # type: ignore[misc]
 
 
 celery.worker.request.datetime = Clock
-vars(kombu.utils.limits)["monotonic"] = lambda: playing().now
 billiard.einfo.Traceback = lambda _: None
 
 
@@ -133,7 +124,7 @@ class Delivery:
         self.payload, self.number = payload, number
         headers = payload["headers"]
         self.id, self.task = headers["id"], headers["task"]
-        self.is_work = self.task.endswith(("work", "map"))
+        self.is_work = self.task.endswith("work")
         name, *_ = re.findall(rb'{"(t\d+)"', b64decode(payload["body"]))
         self.work = Work(name.decode(), headers.get("replaced_task_nesting") or 0, headers["retries"])
         self.forget()
@@ -141,7 +132,7 @@ class Delivery:
     def begin(self, child: Process) -> None:
         self.child, self.began = child, self.worker.world.now
         world = self.worker.world
-        self.worker.tells(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
+        self.worker.do(lambda: self.callbacks["accept_callback"](child.pid, 0.0))
         self.thread = running = world.spawn(child, f"{child.name}/task", self._run)
         soft, hard = self.limits
         if soft and world.plan.limited_at == "a time":
@@ -157,15 +148,12 @@ class Delivery:
             tracer.kind, tracer.rooms = SoftTimeLimitExceeded, ("/only_one/celery/", "/only_one/call/")  # lines of ours
             self.thread.tracer = tracer.trace
         sys.settrace(self.thread.tracer)
-        try:
-            result = trace_task_ret(*self.target, app=app)
-        except Reject:  # in a hook
-            result = 1, ExceptionInfo(), 0.0
+        result = trace_task_ret(*self.target, app=app)
         self.thread.tracer = before
         sys.settrace(before)
         has_failed, value, _runtime = result
         self.worker.world.ended(self, _name_of_error(value) if has_failed else value.strip("[]"))
-        self.worker.tells(lambda: self._ready(result))
+        self.worker.do(lambda: self._ready(result))
 
     def terminate(self, end: str, patience: float | None = None) -> None:
         """Tell the child to exit, by SIGTERM. Kill it if it does not, as in a C call, or not within ``patience``."""
@@ -242,10 +230,8 @@ class Broker:
     """Delivers each message to a worker, and again if that worker loses its connection.
 
     Attributes:
-        lost: the work of messages that were lost on their way, and when each might have begun.
         dropped: the work of messages that were acknowledged, and that their worker has not ended; when the worker has
             received each, and when the worker itself ended.
-        dead: the work of rejected messages that come back by a dead-letter queue, and when each was rejected.
     """
 
     def __init__(self, world: Any, kind: str) -> None:
@@ -255,9 +241,7 @@ class Broker:
         self.published: list[Delivery] = []
         self.last_redelivered_at: dict[Work, float] = {}
         self.redelivered_before_a_run: set[str] = set()
-        self.lost: dict[Work, float] = {}
         self.dropped: dict[Work, tuple[float, float]] = {}
-        self.dead: dict[Work, float] = {}
         self.workers: list[Any] = []
 
     def put(self, payload: dict[str, Any]) -> None:
@@ -273,21 +257,13 @@ class Broker:
         self.world.sleep(0)
 
     def _arrive(self, delivery: Delivery) -> None:
-        if self.world.fault("message lost", self.world.plan.message_loss):  # as by a purge
-            self.world.note("broker", "loses", f"#{delivery.number}")
-            eta = delivery.payload["headers"]["eta"]  # until then the task is trusted to wait
-            waits = (datetime.fromisoformat(eta) - Clock.now()).total_seconds() if eta else 0.0
-            self.lost[delivery.work] = self.world.now + waits
-            self.published[delivery.number].is_done = delivery.is_done = True
-            return
         self.queue.append(delivery)
         self.deliver()
 
     def deliver(self) -> None:
         """Give messages to workers that have room for them."""
         while self.queue and (ready := [each for each in self.workers if each.has_room()]):
-            in_order = self.world.plan.in_order or len(self.queue) == 1
-            delivery = self.queue.pop(0 if in_order else self.world.choose("which first", [*range(len(self.queue))]))
+            delivery = self.queue.pop(0)
             delivery.worker = self.world.choose("worker of a message", ready)
             self.unacked.append(delivery)
             self.world.met["deliveries"] += 1
@@ -324,16 +300,8 @@ class Broker:
         self.world.note(this().name, "rejects", f"#{delivery.number}", "requeue" if requeue else "")
         if requeue:
             self.again(delivery)
-            return
-        self.ack(delivery)
-        has_come_back = "x-death" in delivery.payload["headers"]
-        if self.kind == "amqp" and not has_come_back and self.world.fault("dead letter", self.world.plan.dead_letters):
-            payload = deepcopy(delivery.payload)
-            payload["headers"]["x-death"] = [{"reason": "rejected", "count": 1, "queue": "celery", "exchange": ""}]
-            dead = Delivery(payload, len(self.published))
-            self.published.append(dead)
-            self.dead[dead.work] = self.world.now
-            self.world.after(1.0, lambda: self._arrive(dead))
+        else:
+            self.ack(delivery)
 
     def restore(self, worker: Any) -> None:
         """Redeliver all messages that a worker has not acknowledged, because its connection is lost."""
@@ -358,18 +326,16 @@ class Worker:
     """
 
     connection_errors = ()
-    disable_rate_limits = False
     event_dispatcher = None
-    _limit_order = 0
-    _limit_task, _limit_post_eta = Consumer._limit_task, Consumer._limit_post_eta
-    _limit_move_to_pool = Consumer._limit_move_to_pool
-    _schedule_bucket_request = Consumer._schedule_bucket_request
+    disable_rate_limits = True
+    task_buckets: ClassVar[dict[str, Any]] = {}
+    _limit_task = _limit_post_eta = None
     controller = SimpleNamespace(state=celery.worker.state)
 
     def __init__(self, world: Any, name: str, machine: Machine, processes: list[Process]) -> None:
         self.world, self.broker = world, world.broker
         self.hostname, self.machine = name, machine
-        self.main, *self.children = processes[: 1 if world.plan.pool == "threads" else None]
+        self.main, *self.children = processes
         self.pool = self.timer = self.qos = self
         self.apply_eta_task = self.on_task_request = self._execute
         self.receiving: Any = None
@@ -381,7 +347,6 @@ class Worker:
             self.world.start(child, f"{self.hostname}.{number}", self.machine)
         self.app = self.world.app_of(self.main)
         self.consumes = True
-        self.task_buckets = {name: Consumer.bucket_for_task(None, task) for name, task in self.app.tasks.items()}
         self.ending: set[Process] = set()
         self.occupied_until = 0.0
         self.jobs: list[Delivery] = []
@@ -390,18 +355,6 @@ class Worker:
         self._strategy = cache(lambda name: self.app.tasks[name].start_strategy(self.app, self))
         self.world.spawn(self.main, f"{self.hostname}/main", self._serve)
         self.broker.deliver()
-
-    @property
-    def runs_threads(self) -> bool:
-        """Whether tasks run in threads of the main process, and not in children."""
-        return not self.children
-
-    def tells(self, do: Any) -> None:
-        """Tell the main process of a job: a child sends a message, and a thread calls by itself."""
-        if self.runs_threads:
-            do()
-        else:
-            self.do(do)
 
     def has_room(self) -> bool:
         return self.consumes and not self.main.is_dead and len(self.jobs) < _PREFETCHED
@@ -454,18 +407,13 @@ class Worker:
         self.jobs.clear()
 
     def lose_connection(self) -> None:
-        """Lose the connection to the broker: the worker drops the jobs that have not begun, and goes on with others.
-
-        A pool of threads goes on with those that wait for a free thread, too.
-        """
+        """Lose the connection to the broker: the worker drops the jobs that have not begun, and goes on with others."""
         if self.consumes and not self.main.is_dead:
             self.world.note(self.hostname, "loses its connection to the broker")
-            for job in [job for job in self.jobs if not (job.child or (job.target and self.runs_threads))]:
+            for job in [job for job in self.jobs if not job.child]:
                 self.jobs.remove(job)
                 self._forget(job)
-            for bucket in filter(None, self.task_buckets.values()):
-                bucket.clear_pending()
-            if self.world.plan.cancels and not self.runs_threads:
+            if self.world.plan.cancels:
                 self.do(self._cancel)
             self.broker.restore(self)
 
@@ -523,12 +471,10 @@ class Worker:
         self.call_after(when - self.world.wall(), do, args)
 
     def call_after(self, seconds: float, do: Any, args: Any = (), **_: Any) -> None:
-        life, is_limited = self.main.life, do == self._schedule_bucket_request
-        # Later by the smallest step of time: by rounding, the bucket asks for less than that, again and again.
-        seconds += 1e-6 * is_limited
+        life = self.main.life
 
         def call() -> None:
-            begins = self.consumes or do not in (self._execute, self._limit_post_eta, self._schedule_bucket_request)
+            begins = self.consumes or do != self._execute
             if self.main.life == life and not self.main.is_dead and begins:
                 self.do(lambda: do(*args))
 
@@ -550,7 +496,7 @@ class Worker:
     def apply_async(self, _target: Any, args: Any, soft_timeout: Any, timeout: Any, **callbacks: Any) -> None:
         job = next(job for job in self.jobs if job.request is not None and job.request.request_dict is args[2])
         job.target, job.callbacks = args, callbacks
-        job.limits = (None, None) if self.runs_threads else (soft_timeout, timeout)
+        job.limits = soft_timeout, timeout
         self.assign()
 
     def assign(self) -> None:
@@ -559,8 +505,6 @@ class Worker:
             return
         busy = {job.child for job in self.jobs} | self.ending
         free = [child for child in self.children if child not in busy]
-        if self.runs_threads:
-            free = [self.main] * (_THREADS - sum(job.child is not None for job in self.jobs))
         waiting = [job for job in self.jobs if job.target and not job.child]
         for job, child in zip(waiting, free, strict=False):
             if child.is_dead:
@@ -575,7 +519,7 @@ class Worker:
 
     def recycle(self, child: Process | None) -> None:
         """End a child that has ended a task, as with ``max_tasks_per_child=1``."""
-        if self.runs_threads or not (self.world.plan.recycles and self.consumes and child) or child.is_dead:
+        if not (self.world.plan.recycles and self.consumes and child) or child.is_dead:
             return
 
         def end() -> None:

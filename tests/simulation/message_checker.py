@@ -10,21 +10,9 @@ from itertools import combinations, pairwise
 from math import inf
 from typing import Any
 
-LATER = ["on commit", "nothing"]
-"""What a task's own ``apply_async`` may do with a call: publish it later, or never."""
-OWN = ["own id", "own countdown", "own headers", "at once", *LATER]
-"""The same, and what else it may make of it."""
-_UNIQUE = ("delay", "countdown", "long countdown", "soft limit", "hard limit", *OWN[:3])
+_UNIQUE = ("delay", "countdown", "long countdown", "soft limit", "hard limit")
 """Ways to send a unique task by which a duplicate is not published."""
-LISTS = ["map", "starmap", "chunks"]
-"""Ways to send a list, of two items each."""
-CALLS = ["call", "apply"]
-"""Ways to call a task directly, without a message."""
-HERE = [*CALLS, "at once"]
-"""The same, and a task's own ``apply_async`` that does so."""
-_IS_NUMBERED_ANEW = {"retry elsewhere", "replace by a chain"}
-"""Ends of a run after which other work goes on, with another key or another id."""
-_GIVE_UP_THEIR_KEY = {*_IS_NUMBERED_ANEW, "replace", "retry unraised", "retry swallowed", "requeue"}
+_GIVE_UP_THEIR_KEY = {"replace", "retry unraised", "retry swallowed", "requeue"}
 """Ends of a run after which a message of the task may wait without its key, because other work has the key."""
 _WAITS = {"Ignore", "Retry", "None", "requeue"}
 """Outcomes of a delivery that tell nobody of a failure."""
@@ -41,7 +29,7 @@ class MessageChecker:
     """Finds what must not happen, while it happens and at the end.
 
     Attributes:
-        being_sent: the names of the triggers that producers are sending; one that is never published is so for ever.
+        being_sent: the names of the triggers that producers are sending.
     """
 
     def __init__(self, history: Any) -> None:
@@ -76,19 +64,6 @@ class MessageChecker:
         """Whether some commands to the server were not answered, or answered late."""
         return self.had("cut", "late", "server away")
 
-    @property
-    def may_be_down(self) -> bool:
-        """Whether a call may find the server away: a number needs two keys of a slot, of which one may have moved."""
-        return self.was_unreachable or ("buffer_one" in self.plan.policies and self.had("slot"))
-
-    def has_forgotten(self, since: float, until: float) -> bool:
-        """Whether the server has lost all that it had stored, keys and completion markers, in this time.
-
-        A run begins when it is answered, and its key was stored before that.
-        """
-        latest = max(_JUST_NOW, self.history.latest)
-        return any(since - latest < at < until for at in self.history.forgot_at)
-
     def killed_since(self, since: float) -> bool:
         """Whether a run was killed since then, or its process was before it began: the key may stay for the lease."""
         return any(at > since for at in self.history.killed_at.values())
@@ -109,29 +84,23 @@ class MessageChecker:
         That is so if one of these has happened:
 
         - Both commands of a ``delay()`` were sent twice.
-        - The task's message was lost.
         - The task's worker had acknowledged the message, and was killed; and when the worker received the message,
-          another run had the key, such as that of the previous attempt, or the task's own ``apply_async`` had given the
-          task another id.
-        - A version in which the task is not unique has ended the task.
+          another run had the key, such as that of the previous attempt.
         - The task has ended without its key while the server was away, and its process has ended before it could
           withdraw the task.
         """
         triggers = self.history.triggers.values()
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
         works = {each.work for each in self.broker.published if each.id.encode() in value}
-        was_lost, was_dropped = not works.isdisjoint(self.broker.lost), not works.isdisjoint(self.broker.dropped)
-        is_moved = len({*self.plan.unique}) > 1
         came = {work: at for work, (at, _) in self.broker.dropped.items() if work in works}
         others = [(run, at) for run in self.history.runs for work, at in came.items() if run.work != work]
         late = _ONE_COMMAND + self.history.latest  # its worker's command
         is_killed = any(run.began - late <= at <= (run.ended or inf) + _ONE_COMMAND for run, at in others)
-        is_killed |= was_dropped and "own id" in {each.how for each in tasks}
         is_killed &= any(self.outcomes_of(each.name) <= _WAITS for each in tasks)
         runs = [run for each in tasks for run in each.runs if b'"attempt":%d,' % run.work.attempt in value]
         has_had_its_key = runs and self.plan.when_down != "carry_on"
         is_not_withdrawn = self.may_release_nothing and not has_had_its_key
-        return self.late_commands > 1 or is_moved or is_killed or was_lost or is_not_withdrawn
+        return self.late_commands > 1 or is_killed or is_not_withdrawn
 
     @property
     def may_release_nothing(self) -> bool:
@@ -148,8 +117,7 @@ class MessageChecker:
     def run_begins(self, run: Any) -> None:
         for other in self.history.running:
             both_believe = other.lock.key == run.lock.key and other.lock.is_held and run.lock.is_held
-            has_lost_it = other.end == "key lost" or self.has_forgotten(other.began, run.began)
-            if both_believe and not has_lost_it:
+            if both_believe:
                 self.problem("two at once", f"{run.trigger.name} began while {other.trigger.name} runs")
 
     def changed(self, key: bytes, expiry: float | None, after: Any) -> None:
@@ -175,18 +143,16 @@ class MessageChecker:
     @property
     def _keeps_waiting_keys(self) -> bool:
         is_calm = self.only("publishing fails", "visibility timeout", "lost connection", "shutdown")
-        return all(self.plan.deduplicate) and is_calm and not (self._killed_with_another_s_key or self._may_forget)
+        return self.plan.deduplicates and is_calm and not (self._killed_with_another_s_key or self._may_forget)
 
     @property
     def _may_forget(self) -> bool:
         """Whether a task may wait without its key.
 
-        A run that was sent past the check may take over a waiting task's key, and keep its own for ``at_least``. And
-        while an item of a list or a plain call holds the key, a task is published without it, because that holder is
-        no task.
+        A run that was sent past the check may take over a waiting task's key, and keep its own for ``at_least``.
         """
         ways = {each.how for each in self.history.triggers.values()}
-        return not ways.isdisjoint([*LISTS, *HERE]) or (bool(self.plan.at_least) and not ways <= set(_UNIQUE))
+        return bool(self.plan.at_least) and not ways <= set(_UNIQUE)
 
     def _waiting(self) -> set[str]:
         """The unique tasks whose message waits, and has not begun."""
@@ -194,8 +160,7 @@ class MessageChecker:
         there = {each.work for each in history.broker.published if not each.is_done}
         begun = {job.work for job in history.broker.jobs if job.child}
         triggers = [history.triggers[work.trigger] for work in there - begun - history.outcomes.keys()]
-        # A task that has done something in `before_start` may have given up its key.
-        triggers = [each for each in triggers if each.how in _UNIQUE and not (each.runs or each.hooked)]
+        triggers = [each for each in triggers if each.how in _UNIQUE and not each.runs]
         return {each.name for each in triggers if each.is_sent and each.name not in history.begun_and_killed}
 
     def _alive(self) -> set[str]:
@@ -209,25 +174,24 @@ class MessageChecker:
         before = self._alive()
         self.being_sent.add(trigger.name)
         yield
-        if not (trigger.is_sent and trigger.how in LATER):
-            self.being_sent.remove(trigger.name)
-        may_be_skipped = self.plan.when_down == "skip" and self.may_be_down
-        has_equal = trigger.error is None and trigger.how not in HERE and not may_be_skipped
-        if self.plan.policies == {"buffer_one"} and not trigger.is_sent and has_equal:
+        self.being_sent.remove(trigger.name)
+        may_be_skipped = self.plan.when_down == "skip" and self.was_unreachable
+        has_equal = trigger.error is None and not may_be_skipped
+        if self.plan.when_busy == "buffer_one" and not trigger.is_sent and has_equal:
             for other in self.history.triggers.values():
                 is_equal = other.task == trigger.task and other.given == trigger.given
                 if other.id == trigger.id and not (other is trigger or is_equal):
                     self.problem("a duplicate of another call", f"{trigger.name} of {other.name}")
         if getattr(trigger.result, "is_duplicate", not trigger.is_sent) is trigger.is_sent:
             self.problem("a duplicate that is none, or the reverse", trigger.name)
-        is_unique = all(self.plan.deduplicate) and trigger.how in _UNIQUE
+        is_unique = self.plan.deduplicates and trigger.how in _UNIQUE
         if not is_unique or not self.only("publishing fails", "shutdown", "lost connection"):
             return
         after, triggers = self._alive() - {trigger.name}, self.history.triggers.values()
         since = self.history.now - _JUST_NOW
         just_ended = {run.trigger.name for run in self.history.runs if run.ended is not None and run.ended > since}
         just_ended |= {name for name, ended_at in self.history.ended_at.items() if ended_at > since}  # without a run
-        triggers = [each for each in triggers if each.how in _UNIQUE and not each.hooked]
+        triggers = [each for each in triggers if each.how in _UNIQUE]
         keep = {each.name for each in triggers if _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
         keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
         # A message whose child was killed has no key until it is redelivered. A message whose run has ended needs none.
@@ -243,8 +207,6 @@ class MessageChecker:
         may_hold |= bool(self.plan.at_least) or not self.only("publishing fails")
         there = before | after | just_ended
         ids = {self.history.triggers[name].id for name in there}  # None while it is being sent
-        # A task of a chain that replaces another has an id of its own.
-        ids |= {each.id for each in self.history.broker.published if each.work.trigger in there}
         is_of_one = not ids.isdisjoint((trigger.id, None)) or (ids and trigger.id is None)
         if not (trigger.is_sent or trigger.error or is_of_one or may_hold):
             self.problem("a duplicate of nothing", trigger.name)
@@ -268,15 +230,9 @@ class MessageChecker:
         own = trigger.asked, ends.pop(trigger)
         return all(own[1] < each.asked or end < own[0] for each, end in ends.items())
 
-    def has_lost_retry(self, task_id: str | None) -> bool:
-        """Whether the message of a retry with this id, or a requeued message, was lost: its key stays for an hour."""
-        works = [each.work for each in self.broker.published if each.id == task_id]
-        lost = [each for each in works if each in self.broker.lost and (each.attempt or works.count(each) > 1)]
-        return any(self.plan.unique) and bool(lost)
-
     def was_lost(self, trigger: Any) -> bool:
-        """Whether a message of the trigger was lost, or acknowledged by a worker that has not ended it."""
-        return any(work.trigger == trigger.name for work in (*self.broker.lost, *self.broker.dropped))
+        """Whether a message of the trigger was acknowledged by a worker that has not ended it."""
+        return any(work.trigger == trigger.name for work in self.broker.dropped)
 
     def was_redelivered(self, trigger: Any) -> bool:
         return any(work.trigger == trigger.name for work in self.history.broker.last_redelivered_at)
@@ -285,11 +241,9 @@ class MessageChecker:
 # at the end: each function reads what has happened, and yields the problems
 
 
-def _no_message_waits(history: Any, checker: MessageChecker) -> Problems:
+def _no_message_waits(history: Any, _checker: MessageChecker) -> Problems:
     for delivery in (*history.broker.queue, *history.broker.unacked):
-        is_behind_lost = delivery.id == "same-id" and checker.has_lost_retry(delivery.id)  # as new work with that id
-        if not is_behind_lost:
-            yield "a message waits for ever", str(delivery.work)
+        yield "a message waits for ever", str(delivery.work)
 
 
 def _no_key_without_a_run(history: Any, checker: MessageChecker) -> Problems:
@@ -303,13 +257,11 @@ def _no_key_without_a_run(history: Any, checker: MessageChecker) -> Problems:
 
 def _exceptions_are_documented(history: Any, checker: MessageChecker) -> Problems:
     is_documented = {
-        "AlreadyRunning": not history.plan.policies.isdisjoint(("fail", "retry", "buffer_one")),
-        "LockUnavailable": checker.may_be_down,
+        "AlreadyRunning": history.plan.when_busy in ("fail", "retry", "buffer_one"),
+        "LockUnavailable": checker.was_unreachable,
         "OperationalError": checker.had("publishing fails"),
     }
     for trigger in history.triggers.values():
-        sent_by = history.triggers.get(trigger.name[:-2])  # whose run or hook may be interrupted meanwhile
-        is_documented["SoftTimeLimitExceeded"] = sent_by is not None and sent_by.how == "soft limit"
         if trigger.error is not None and not is_documented.get(type(trigger.error).__name__):
             yield "an exception that is not documented", f"{trigger.name}: {trigger.error!r}"
 
@@ -319,17 +271,15 @@ def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
     published = {each.work: None for each in history.broker.published if each.is_work}
     for work in published:
         trigger, outcomes = history.triggers[work.trigger], set(history.outcomes[work])
-        # The result of a second call may be stored when its child is killed: then no delivery ends with it.
+        # A result may be stored when its child is killed: then no delivery ends with it.
         begun = [run.delivery for run in trigger.runs if run.work == work]
         outcomes |= {each.end for each in history.not_run if each.delivery in begun}
-        ends = {run.end for run in trigger.runs if run.work == work} - {"killed", "calls again", "SystemExit"}
+        ends = {run.end for run in trigger.runs if run.work == work} - {"killed", "SystemExit"}
         has_ended = bool(ends) and (ends != {"Reject"} or trigger.ends == ("reject",) or not checker.plan.acks_late)
-        ends_there = ("ignore", "retry soon") if checker.plan.acks_late else ("ignore", "retry soon", "requeue")
-        has_ended |= trigger.hooked == work and trigger.in_hook[1] in ends_there
         # A run, or the worker of a killed run, has published later work in its place, which is checked by itself.
         has_ended |= any(each.trigger == work.trigger and each > work for each in published)
         is_known = bool(outcomes - _WAITS) or trigger.id in history.revoked
-        was_lost = work in history.broker.lost or work in history.broker.dropped  # Celery loses it without us, too
+        was_lost = work in history.broker.dropped  # Celery loses it without us, too
         if not (has_ended or is_known or was_lost or _may_end(history, checker, trigger, outcomes)):
             yield "a task is lost", f"{work}: {history.outcomes[work]}"
 
@@ -340,18 +290,13 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     if trigger.how == "hard limit" and checker.had("killed worker"):
         return True  # Celery acknowledges the message before it stores the failure
     # One decorator has skipped the task, the other one keeps its key, and the child was killed before None was stored.
-    has_two = not {"both", "two below"}.isdisjoint(each.placement for each in history.versions)
+    has_two = plan.placement in ("both", "two below")
     if checker.may_drop_unstored and has_two and trigger.name in history.begun_and_killed:
         return True
-    # The run below one decorator has failed because the other's key was busy, and this hook rejects the message: its
-    # redelivery is dropped, as that of any run that has ended.
-    if has_two and trigger.in_hook == ("on_failure", "requeue") and "requeue" in outcomes:
-        return True
     # A redelivery of the message is taken for that of an earlier message with this id. Or earlier work with this id
-    # holds the key: the key is kept, its run was killed, its retry or release was lost, or a command came late.
+    # holds the key: the key is kept, its run was killed, its release was lost, or a command came late.
     # A rule that tells the two apart could cost a result.
     may_be_ignored = checker.was_redelivered(trigger) or bool(plan.at_least or checker.late_commands)
-    may_be_ignored |= checker.has_lost_retry(trigger.id)
     have_run = [run for run in history.runs if run.trigger.id == trigger.id and run.trigger is not trigger]
     may_be_ignored |= bool(have_run) and checker.may_release_nothing
     may_be_ignored |= any(run.end == "killed" and run.trigger.id == trigger.id for run in history.runs)
@@ -359,11 +304,9 @@ def _may_end(history: Any, checker: MessageChecker, trigger: Any, outcomes: set[
     may_be_ignored |= any(each.id == trigger.id and each is not trigger for each in killed)
     if trigger.how == "id" and outcomes <= {"Ignore", "requeue", "Retry"} and may_be_ignored:
         return True
-    has_run = any(run.end != "calls again" for run in trigger.runs)
-    is_skipped = not plan.policies.isdisjoint(("skip", "buffer_one")) or ("default" in plan.policies and not has_run)
-    is_skipped |= plan.when_down == "skip" and checker.may_be_down
-    # A hook after a skip may put an end of its own in the place of None.
-    return is_skipped and bool(outcomes & {"None", trigger.in_hook[1]})
+    is_skipped = plan.when_busy in ("skip", "buffer_one") or (plan.when_busy == "default" and not trigger.runs)
+    is_skipped |= plan.when_down == "skip" and checker.was_unreachable
+    return is_skipped and "None" in outcomes
 
 
 def _no_task_that_can_wait_is_refused(history: Any, _checker: MessageChecker) -> Problems:
@@ -371,16 +314,14 @@ def _no_task_that_can_wait_is_refused(history: Any, _checker: MessageChecker) ->
     for work, outcomes in history.outcomes.items():
         trigger = history.triggers[work.trigger]
         is_at_limit = published[work] > history.plan.retry.get("max_retries", inf)
-        may_be_refused = trigger.how in LISTS or is_at_limit
-        if history.plan.policies == {"retry"} and "AlreadyRunning" in outcomes and not may_be_refused:
+        if history.plan.when_busy == "retry" and "AlreadyRunning" in outcomes and not is_at_limit:
             yield "a task was refused", f"{work} of {trigger.how}"
 
 
 def _duplicates_have_a_result(history: Any, checker: MessageChecker) -> Problems:
-    """A duplicate gets the result of a task that was published, if no call runs or keeps one without a message."""
+    """A duplicate gets the result of a task that was published."""
     triggers, published = history.triggers.values(), {each.id for each in history.broker.published}
-    is_asked = not checker.had("publishing fails")  # of that which had the key meanwhile
-    if is_asked and {each.how for each in triggers}.isdisjoint((*HERE, *LATER, "own id")):
+    if not checker.had("publishing fails"):  # of that which had the key meanwhile
         # Of a call that took longer than a command, a reply was late or lost.
         failed = [each for each in triggers if not each.is_sent and each.answered - each.asked > _ONE_COMMAND]
         for trigger in [each for each in triggers if each.result is not None and not each.is_sent]:
@@ -407,15 +348,13 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
             failures |= {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
         has_failed = bool(checker.outcomes_of(trigger.name) & failures)
         has_failed |= checker.may_drop_unstored and any(_was_killed(history, run, history.now) for run in trigger.runs)
-        # A chord fails with the first failure of a task in its header, also if a hook retries that task. And Celery
+        # A chord fails with the first failure of a task in its header. And Celery
         # counts returns: a task that returns twice, as after a redelivery, counts for another task.
         own = [end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends]
         returned = sum(end.startswith("'") for end in own)
         is_counted_right = returned == 1 and history.beside[trigger.name] == ["'other'"]
-        # Celery stores a rejection as a failure, too, though a dead letter may come back and its run succeed;
-        # also what on_retry raises, an Ignore as well, and what came of a busy key before.
-        as_failures = {"ValueError", "Reject", *(["Ignore"] if trigger.in_hook[0] == "on_retry" else [])}
-        has_failed_before = not as_failures.isdisjoint(own)
+        # Celery stores a rejection as a failure, too, and what came of a busy key before.
+        has_failed_before = not {"ValueError", "Reject"}.isdisjoint(own)
         has_failed_before |= any(each.trigger is trigger for each in history.not_run)
         is_failed_chord = "ValueError" in ends or has_failed_before or not is_counted_right
         has_failed |= trigger.how == "chord" and is_failed_chord
@@ -425,23 +364,22 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
 
 def _results_are_stored(history: Any, checker: MessageChecker) -> Problems:
     """If a run has returned and was killed before it stored its result, its redelivery stores one."""
-    if not history.plan.acks_late or checker.may_drop_unstored or checker.had("storing fails"):
+    if not history.plan.acks_late or checker.may_drop_unstored:
         return
     app = next(iter(history.apps.values()))
     for trigger in history.triggers.values():
         has_run = any(run.end == "done" for run in trigger.runs) and trigger.id is not None
-        is_asked = has_run and not checker.was_lost(trigger) and trigger.how not in ("id", *LISTS, *HERE)
+        is_asked = has_run and not checker.was_lost(trigger) and trigger.how != "id"
         state = app.AsyncResult(trigger.id).state if is_asked else "SUCCESS"
         if state in ("PENDING", "RETRY"):
             yield "a result was not stored", f"{trigger.name}: {state}"
 
 
 def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
-    for work, count in Counter(run.work for run in history.runs if run.end != "calls again").items():
+    for work, count in Counter(run.work for run in history.runs).items():
         trigger = history.triggers[work.trigger]
-        may_run_again = trigger.ends == ("requeue",) or trigger.in_hook[1] in ("requeue", "retry soon")
-        may_run_again |= trigger.how == "hard limit" and not history.acks_failures
-        if count > 1 + (trigger.how in LISTS) and not may_run_again and checker.only("publishing fails"):
+        may_run_again = trigger.ends == ("requeue",) or (trigger.how == "hard limit" and not history.acks_failures)
+        if count > 1 and not may_run_again and checker.only("publishing fails"):
             yield "a run too many", f"{work} ran {count} times"
     # If the marker could not be asked, a redelivery may run.
     if not history.plan.acks_late or checker.was_unreachable:
@@ -449,37 +387,20 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
     # A message that begins after the run's end stores no result over the run's, either.
     others = [(run, each) for run in history.runs for each in history.not_run if each.began > (run.ended or inf)]
     for first, later in [*combinations(history.runs, 2), *others]:
-        # A list has no marker: its items run again.
-        is_again = first.work == later.work and first.trigger.how not in LISTS
-        is_again &= first.trigger.name not in history.broker.redelivered_before_a_run
-        is_again &= first.trigger.in_hook[1] != "retry soon"  # which the run may have sent, too
-        # If its release is interrupted, a run that is done fails all the same, and this hook rejects the message.
-        is_again &= not (first.trigger.in_hook == ("on_failure", "requeue") and first.trigger.how == "soft limit")
-        # A worker that is paused tells the run of no redelivery that it has received.
-        is_again &= not (checker.had("pause") and checker.was_redelivered(first.trigger))
-        # A version in which the task is not unique sends the key of the queued message with such a retry.
-        is_again &= "retry elsewhere" not in first.trigger.ends or len({*history.plan.unique}) == 1
+        is_again = first.work == later.work and first.trigger.name not in history.broker.redelivered_before_a_run
         # Celery sends a retry for a redelivery whose child was killed, also while the first run goes on. That run sends
         # a retry, too.
         is_killed = first.trigger.name in history.begun_and_killed
         is_again &= not (is_killed and "retry_on_worker_lost" in history.plan.options)
-        # The later run has acquired the key when the first had lost it, just before the first run's end was noted.
-        is_again &= not (checker.had("key lost") and later.began < (first.ended or inf) + _ONE_COMMAND)
-        # Of the two calls in one delivery, one may wait for a call of the other delivery.
-        is_again &= all(run.end != "calls again" for run in first.trigger.runs)
         is_replaced = first.end == "Ignore" and str(first.trigger.action_for(first)).startswith("replace")
         has_ended = is_replaced or first.end in ("done", "Retry")
         # Celery has rejected it, because it could not publish a retry or store a result.
         is_rejected = "Reject" in history.outcomes[first.work]
-        is_again &= history.acks_failures or not checker.had("storing fails")
         has_ended |= first.end == "ValueError" and history.acks_failures and not is_rejected
         # If a run was killed, its redelivery does all again, and sends again what that run has sent.
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
-        # If a run has lost its key or its completion marker, its redelivery does the work, too. While a slot moves, a
-        # marker cannot be stored.
-        is_again &= not checker.had("slot")
+        # If a run has lost its key, its redelivery does the work, too.
         is_again &= not any(checker.overran(each, later.began) for each in until_then)
-        is_again &= not checker.has_forgotten(until_then[0].began, later.began)
         # With Redis, a message that comes back while its result is being stored runs as if it were new.
         redelivered_at = history.broker.last_redelivered_at
         have_come_late = [redelivered_at.get(each.work, -inf) > each.ended - _ONE_COMMAND for each in until_then]
@@ -493,58 +414,35 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
             yield "a run too many", f"{first.work} ran again after {first.end}: {later.end}"
 
 
-def _what_comes_back_runs(history: Any, checker: MessageChecker) -> Problems:
-    """If the result of a run that has returned could not be stored, its message does the work when it comes back."""
-    for work, rejected_at in history.broker.dead.items():
-        trigger, stored_at = history.triggers[work.trigger], history.unstored.get(work, inf)
-        runs = [run for run in trigger.runs if run.work == work]
-        is_asked = runs and max(run.ended or inf for run in runs) < stored_at < rejected_at
-        is_later = any(each.work.trigger == work.trigger and each.work > work for each in history.broker.published)
-        is_skipped = not {"None", "AlreadyRunning"}.isdisjoint(history.outcomes[work])
-        may_be_dropped = is_later or is_skipped or trigger.how == "id"  # for the work of another task with its id
-        may_be_dropped |= trigger.id in history.revoked or work in history.broker.lost or checker.was_unreachable
-        if is_asked and not may_be_dropped:
-            yield "what came back did not run", str(work)
-
-
 def _was_killed(history: Any, run: Any, until: float) -> bool:
     killed_at: float = history.killed_at.get((run.process, run.life), inf)
     return killed_at <= until
 
 
 def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageChecker) -> Problems:
-    """A task is skipped for other work only. So are an item of a list, and the second call in one delivery."""
+    """A task is skipped for other work only."""
     if checker.was_unreachable:  # an own key may stay for a while
         return
     for work, outcomes in history.outcomes.items():
-        trigger = history.triggers[work.trigger]
-        # An item of a redelivered list waits for no longer than a lease, and the item before it may keep its key.
-        may_skip_items = trigger.how in LISTS and (history.plan.at_least or checker.was_redelivered(trigger))
-        if may_skip_items or not checker.is_alone(trigger):
-            continue
-        if any("None" in each or each == "AlreadyRunning" for each in outcomes):
+        is_alone = checker.is_alone(history.triggers[work.trigger])
+        if is_alone and any("None" in each or each == "AlreadyRunning" for each in outcomes):
             yield "a task is skipped for its own lock", f"{work}: {outcomes}"
-        for run in trigger.runs:
-            again = [each for each in trigger.runs if each.delivery is run.delivery and each is not run]
-            is_over = again or "limit" in trigger.how or _was_killed(history, run, history.now)
-            if run.end == "calls again" and not is_over:
-                yield "a second call did not run", f"{work}: {outcomes}"
 
 
 def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
-    if history.plan.policies != {"buffer_one"}:
+    if history.plan.when_busy != "buffer_one":
         return
     published = {each.work.trigger for each in history.broker.published}
     # A producer may have been killed before it published.
     sent = [each for name, each in history.triggers.items() if each.id or name in published]
-    sent = [each for each in sent if each.error is None and each.how not in (*HERE, "nothing")]
+    sent = [each for each in sent if each.error is None]
     if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in history.runs):
         return
     # A duplicate has the result of the task that waits.
     same = [each for each in history.triggers.values() if each.id == sent[-1].id]
     same = sent[-1:] if sent[-1].is_sent else same
     ends_itself = {"ignore"} if history.plan.acks_late else {"ignore", "requeue"}
-    if any(not ends_itself.isdisjoint((*each.ends[:1], *each.in_hook)) for each in same):
+    if any(not ends_itself.isdisjoint(each.ends[:1]) for each in same):
         return  # the tasks before it were dropped for it
     # Tasks are numbered as they arrive, so one that was sent before may be the newest: if no child was free for it.
     arrived_at = {name: history.arrived_at.get(name, each.asked) for name, each in history.triggers.items()}
@@ -556,12 +454,12 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     # A number whose reply was lost may be drawn after the newest. And `_may_end` says what may befall a used id.
     may_be_overtaken = checker.had("cut") and checker.had("late")
     may_be_overtaken |= sent[-1].how == "id" and checker.was_redelivered(sent[-1])
-    may_be_overtaken |= history.plan.when_down == "skip" and checker.may_be_down
+    may_be_overtaken |= history.plan.when_down == "skip" and checker.was_unreachable
     is_known = history.revoked or outcomes - _WAITS or others
-    # A task that its time limit has killed before its run began is trusted to wait, like one whose message was lost.
+    # A task that has ended without a run, which nobody could know, is trusted to wait.
     limited = [name for name, each in history.triggers.items() if each.how == "hard limit" and not each.runs]
     lost_at = [history.ended_at.get(name, -inf) for name in limited]
-    lost_at += [*history.broker.lost.values(), *(ended_at for _, ended_at in history.broker.dropped.values())]
+    lost_at += [ended_at for _, ended_at in history.broker.dropped.values()]
     may_be_lost = any(each > sent[-1].asked - _TRUSTED_FOR for each in lost_at)
     if not (may_be_lost or may_be_overtaken or is_known):
         yield "the newest did not run", sent[-1].name
@@ -570,19 +468,17 @@ def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
 def _none_runs_after_a_newer_one(history: Any, checker: MessageChecker) -> Problems:
     """A task that had begun, or had a delivery that has ended, when another was sent does not run after that one."""
     # If the command for its number gets no answer, a task goes on without a number.
-    if history.plan.policies != {"buffer_one"} or checker.was_unreachable:
+    if history.plan.when_busy != "buffer_one" or checker.was_unreachable:
         return
     for newer, older in combinations(history.runs, 2):
         arrived_at = history.arrived_at[older.trigger.name]
-        has_none = {newer.trigger.how, older.trigger.how} & {*HERE} or _IS_NUMBERED_ANEW & {*older.trigger.ends}
-        may_be = has_none or checker.has_forgotten(arrived_at, older.began)
-        if arrived_at < newer.trigger.asked and not may_be:
+        if arrived_at < newer.trigger.asked:
             yield "an older one ran after a newer", f"{older.work} after {newer.work}"
 
 
 def _at_least(history: Any, checker: MessageChecker) -> Problems:
     """After a success no run begins until the time is over."""
-    if not history.plan.at_least or checker.was_unreachable or checker.had("key lost", "server forgets"):
+    if not history.plan.at_least or checker.was_unreachable:
         return
     for run, later in pairwise(history.runs):
         # A time limit or a kill may have come before the release.
@@ -602,7 +498,6 @@ INVARIANTS: list[Callable[[Any, MessageChecker], Problems]] = [
     _what_follows_is_called,
     _results_are_stored,
     _no_work_runs_twice,
-    _what_comes_back_runs,
     _no_call_is_skipped_for_its_own_delivery,
     _the_newest_runs,
     _none_runs_after_a_newer_one,

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import celery.worker.state
@@ -19,14 +18,13 @@ from celery import Task, _state, chain, chord
 from celery.app.trace import build_tracer
 from celery.backends import cache
 from celery.exceptions import Ignore, Reject, Retry
-from kombu.exceptions import OperationalError
 
 from tests.wrapped_task import Wrapped
 
 from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker
-from .deployments import Cluster, Deployment, OwnClient, Sentinels
+from .deployments import Deployment
 from .history import History
-from .message_checker import CALLS, HERE, LATER, LISTS, OWN, MessageChecker
+from .message_checker import MessageChecker
 from .process import Machine, Process, playing, this, thread
 
 Given = dict[str, Any]
@@ -58,23 +56,16 @@ HOW: dict[str, Callable[[Any, Any, Given], Any]] = {
     "link": lambda work, tail, given: work.apply_async((given,), link=tail.s(given)),
     "link_error": lambda work, tail, given: work.apply_async((given,), link_error=tail.si("failed", given)),
     "by name": lambda work, _tail, given: work.app.send_task(work.name, (given,)),
-    "map": lambda work, _tail, given: work.map([given, given]).apply_async(),
-    "starmap": lambda work, _tail, given: work.starmap([(given,), (given,)]).apply_async(),
-    "chunks": lambda work, _tail, given: work.chunks([(given,), (given,)], 2).apply_async().results[0],
-    "call": lambda work, _tail, given: work(given),
-    "apply": lambda work, _tail, given: work.apply((given,)),
-    **dict.fromkeys(OWN, lambda work, _tail, given: work.delay(given)),
 }
-"""How a task is sent, or called."""
-_HOW = [*[each for each in HOW if each not in [*LISTS, *OWN, "chord"]], *["delay"] * 7, *["id"] * 3]
-_HOW += ["chain", "soft limit", "hard limit"]
+"""How a task is sent."""
+_HOW = [*[each for each in HOW if each != "chord"], *["delay"] * 9, *["id"] * 3, "chain", "soft limit", "hard limit"]
 
 _ENDS = [
     *[()] * 10,
     *[("fail",), ("ignore",), ("replace", "replace"), ("retry unraised",)] * 2,
     *[("retry",), ("retry soon",), ("retry", "retry soon"), ("retry soon", "replace")],
-    *[("reject",), ("requeue",), ("replace",), ("retry swallowed",), ("replace by a chain",)],
-    *[("retry elsewhere",), ("retry soon", "retry elsewhere"), ("retry elsewhere", "retry soon")],
+    *[("reject",), ("requeue",), ("replace",), ("retry swallowed",)],
+    *[()] * 4,
 ]
 """How the runs of a task end: the first run, the second, and so on. Later runs return."""
 
@@ -84,54 +75,11 @@ _AUTORETRY = {"autoretry_for": (ValueError,), "retry_kwargs": {"countdown": 0.1}
 _TASKS = ("work", "other work")
 _PLACES = ["below", "below", "above", "above", "two below", "both"]
 _POLICIES = ["default", "retry", "buffer_one", "skip", "fail"]
-_OTHERS: list[Any] = [{"placement": place, "when_busy": policy} for place in _PLACES for policy in _POLICIES]
-_HOOKS = ["before_start", "on_success", "on_retry", "on_failure", "after_return"]
-"""Methods of a task that Celery calls before a run, and after it."""
-_IN_HOOKS = [*((when, do) for when in ("run", *_HOOKS) for do in ("delay", *CALLS))]
-_IN_HOOKS += [(when, do) for when in _HOOKS for do in ("fail", "ignore", "reject", "requeue")]
-_IN_HOOKS += [(when, "retry soon") for when in _HOOKS if when != "on_retry"]
-
-
 _URL = "redis://server:6379/0?protocol=2"
 
 
-class Hooked(Task):  # type: ignore[misc]
-    """A task that does once, in one of its hooks, what its trigger says."""
-
-    abstract = True
-    default_retry_delay = 1
-
-    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        """Make of a call what its trigger says; what goes on with a task is sent as it is."""
-        trigger = playing().triggers[next(iter(args[0]))]
-        goes_on = options.get("retries") or options.get("replaced_task_nesting")
-        if goes_on or trigger.how not in OWN:
-            return super().apply_async(args, kwargs, **options)
-        trigger.is_sent = True
-        if trigger.how == "at once":
-            return self.apply(args, kwargs)
-        own: dict[str, Any] = {"own id": {"task_id": f"own-{trigger.name}"}, "own countdown": {"countdown": 1}}
-        own["own headers"] = {"headers": {**options.get("headers", {}), "own": 1}}
-        publish = functools.partial(super().apply_async, args, kwargs, **{**options, **own.get(trigger.how, {})})
-        if trigger.how not in LATER:
-            return publish()
-        trigger.id = options.get("task_id", trigger.id)
-        return playing().publish_later(trigger, publish) if trigger.how == "on commit" else None
-
-    def hooked(self, when: str, *given: Any) -> None:
-        args = next(each for each in given if isinstance(each, (list, tuple)))
-        playing().in_hook(self, when, next(iter(args[0])))
-
-
-for _each in _HOOKS:
-    setattr(Hooked, _each, functools.partialmethod(Hooked.hooked, _each))
-
-
 def _end(action: str, task: Any, trigger: Trigger) -> None:
-    """End a run of a task other than by returning; or send or call another task, and go on."""
-    if action in ("delay", *CALLS):
-        playing().send(this().name, f"{trigger.name}00", action)
-        return
+    """End a run of a task other than by returning."""
     if action == "fail":
         msg = "the body fails"
         raise ValueError(msg)
@@ -141,11 +89,8 @@ def _end(action: str, task: Any, trigger: Trigger) -> None:
         raise Reject(requeue=action == "requeue")
     if action == "replace":
         raise task.replace(task.s(trigger.given))
-    if action == "replace by a chain":
-        raise task.replace(chain(task.s(trigger.given), task.app.tasks["tail"].s(trigger.given)))
-    if action in ("retry", "retry soon", "retry elsewhere"):
-        args = ({**trigger.given, "key": "elsewhere"},) if action == "retry elsewhere" else None
-        raise task.retry(args, countdown=1.0 if action == "retry" else 0.1)
+    if action in ("retry", "retry soon"):
+        raise task.retry(countdown=1.0 if action == "retry" else 0.1)
     with suppress(Retry):
         task.retry(countdown=0.1, throw=action != "retry unraised")
 
@@ -158,13 +103,10 @@ class Trigger:
         given: the task's argument.
         ends: how the task's runs end.
         how: how the task is sent.
-        in_hook: the hook of the task in which something is done, and what is done.
-        hooked: the work in whose hook that was done; None before.
         error: the exception that the call has raised.
         answered: when the call has returned or raised; 0 before that.
         result: the result that the call has returned.
-        is_sent: whether the call has returned, and has published a message; or whether the task's own ``apply_async``
-            was called.
+        is_sent: whether the call has returned, and has published a message.
         received: the arguments with which the next task of the chain, or the linked task, was called.
         runs: the runs of the call's messages.
     """
@@ -176,8 +118,6 @@ class Trigger:
     how: str
     asked: float
     id: str | None = None
-    in_hook: tuple[str, str] = ("", "")
-    hooked: Work | None = None
     error: Any = None
     answered: float = 0.0
     result: Any = None
@@ -211,14 +151,6 @@ _WIDE: dict[str, list[Any]] = {
     "retry": [{}, {"countdown": 0.2}, {"max_retries": 2}],
     "when_down": ["default", "retry", "carry_on", "skip"],
     "recycles": [False, False, True],  # whether a child ends when it has ended a task
-    "rate_limit": [None, None, "60/m"],
-    "in_order": [True, False],  # else as where messages have priorities
-    "store_fails": [0.0, 0.0, 0.1],  # how probable it is that no result can be stored
-    "dead_letters": [0.0, 0.7],  # how probable it is that a rejected message comes back, with RabbitMQ
-}
-_WIDER = {
-    "deployment": [*[Deployment] * 3, Cluster, Cluster, Sentinels, OwnClient],
-    "chords": [0.0, 0.2],  # how probable it is that a task is one of a chord's header
 }
 
 
@@ -243,11 +175,7 @@ class MessageWorld(History):
         "server": ["valkey"],
         "tasks": [_TASKS[:1], _TASKS[:1], _TASKS],
         "calls": ["different", "equal"],
-        "message_loss": [*[0.0] * 9, 0.2],
-        "lists": [1.0, 0.3, *[0.0] * 10],  # how probable it is that a call sends a list
-        "hooks": [0.0, 0.0, 0.5],  # how probable it is that a task does something in a hook
-        "kind": [*["function"] * 5, "class", "class that calls again", "class with a decorated call"],
-        "other": [*[{}] * 30, *_OTHERS],  # the options that differ in the other version of a rolling deploy
+        "kind": [*["function"] * 5, *["class"] * 3],
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "killed child": [0.15, 0.15],
@@ -257,26 +185,20 @@ class MessageWorld(History):
         "revoke": [0.08],
     }
     SINCE: ClassVar[list[Any]] = [
-        (320_000_000, {0}, _WIDE, {"server away": [0.2, 0.1], "server forgets": [0.15], "other work": [0.15, 0.15]}),
-        (356_000_000, {0}, _WIDER, {}),
-        (362_000_000, {0, 1}, {"own": [0.0, 0.5]}, {}),  # how probable it is that a task has its own `apply_async`
-        (1_796_098_000_000_000, {2, 3}, {"pool": ["prefork", "threads"]}, {"pause": [0.6, 0.4]}),
+        (320_000_000, {0}, _WIDE, {"server away": [0.2, 0.1], "other work": [0.15, 0.15]}),
+        (356_000_000, {0}, {"chords": [0.0, 0.2]}, {}),  # how probable it is that a task is one of a chord's header
     ]
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
         super().__init__(processes, seed, left_out)
-        self.deploy(self.plan.deployment)
-        if self.plan.kind == "class that calls again":  # after a failure
-            self.plan.options = {}
-        self.acks_failures = "acks_on_failure_or_timeout" not in self.plan.options
-        versions = self.versions = [_version_of(vars(self.plan)), _version_of({**vars(self.plan), **self.plan.other})]
-        self.plan.policies = {each.when_busy for each in versions}
-        self.plan.unique = [each.is_unique for each in versions]
-        self.plan.deduplicate = [each.is_unique and each.when_busy != "buffer_one" for each in versions]
-        if "buffer_one" in self.plan.policies or self.plan.kind not in ("function", "class"):
-            self.plan.lists = 0.0  # an item of a list is not numbered, and not known if a class's `__call__` calls it
+        self.deploy(Deployment)
+        plan = self.plan
+        self.acks_failures = "acks_on_failure_or_timeout" not in plan.options
+        plan.is_unique = plan.placement in ("above", "both")
+        if plan.is_unique and plan.when_busy == "retry":  # which is refused there
+            plan.when_busy = "default"
+        plan.deduplicates = plan.is_unique and plan.when_busy != "buffer_one"
         self.apps: dict[tuple[Process, int], Any] = {}
-        self.deployed: dict[str, Any] = {}
         self.machines = [Machine("alpha"), Machine("beta")]
         self.triggers: dict[str, Trigger] = {}
         self.outcomes: defaultdict[Work, list[str]] = defaultdict(list)
@@ -287,10 +209,8 @@ class MessageWorld(History):
         self.beside: defaultdict[str, list[str]] = defaultdict(list)  # how the other tasks of a trigger have ended
         self.revoked: set[str | None] = set()
         self.begun_and_killed: set[str] = set()
-        self.forgot_at: list[float] = []
         self.killed: set[int] = set()
         self.killed_at: dict[tuple[Process, int], float] = {}
-        self.unstored: dict[Work, float] = {}
         self.broker = Broker(self, self.plan.broker)
         self.checker = MessageChecker(self)
         self.store.changed = self.checker.changed
@@ -340,23 +260,14 @@ class MessageWorld(History):
 
     def _killed_child(self) -> None:
         worker = self._worker()
-        if not worker.runs_threads:
-            worker.kill_child(self.choose("which child", worker.children))
+        worker.kill_child(self.choose("which child", worker.children))
 
     def _killed_worker(self) -> None:
         self._worker().kill()
 
-    def _pause(self) -> None:
-        worker = self._worker()
-        process = self.choose("which paused", [worker.main, *worker.children])
-        seconds = self.choose("seconds paused", [0.2, 1.5, 5.0, 40.0])
-        process.paused_until = max(process.paused_until, self.now + seconds)
-        self.note(process.name, "is paused for", seconds)
-
     def _shutdown(self) -> None:
         how = self.choose("how", ["Warm", "Soft", "Cold"])
-        worker = self._worker()
-        worker.shut_down("Warm" if worker.runs_threads else how)
+        self._worker().shut_down(how)
 
     def _lost_connection(self) -> None:
         self._worker().lose_connection()
@@ -368,19 +279,12 @@ class MessageWorld(History):
         self.stop_a_host(seconds := self.choose("seconds away", [0.5, 3.0, 20.0]))
         self.note("server", "is away for", seconds)
 
-    def _server_forgets(self) -> None:
-        self.note("server", "forgets all")
-        self.forgot_at.append(self.now)
-        for run in self.running:
-            run.end = "key lost"  # until it has ended
-        self.store.clear()
-
     def _revoke(self) -> None:
         ids = [trigger.id for trigger in self.triggers.values() if trigger.id]
         if not ids:
             return
         revoked = self.choose("which revoked", ids)
-        terminates = self.draw("terminates") < 0.5 and self.plan.pool == "prefork"
+        terminates = self.draw("terminates") < 0.5
         self.note("somebody", "revokes", revoked[:8], "and terminates" if terminates else "")
         self.revoked.add(revoked)
         celery.worker.state.revoked.add(revoked)
@@ -405,12 +309,9 @@ class MessageWorld(History):
         key = process, process.life
         if key in self.apps:
             return self.apps[key]
-        name, _, is_child = process.name.partition(".")
-        if not is_child:
-            self.deployed[name] = self.choose(f"version of {name}", self.versions)
-        plan, package = self.deployed[name], process.package
+        plan, package = self.plan, process.package
         app = self.apps[key] = _app(process, plan.broker, acks_late=plan.acks_late)
-        app.conf.maps[0]["only_one_redis"] = self.deployment.client or _URL
+        app.conf.maps[0]["only_one_redis"] = _URL
         # A direct call has the settings of its process's only app. Here all processes' apps are in one process.
         vars(process.modules["only_one.celery.app_settings"])["current_app"] = lambda: app
         policies = {"retry": package.retry(**plan.retry), "buffer_one": package.buffer_one(), "default": None}
@@ -422,19 +323,17 @@ class MessageWorld(History):
         def body(task: Any, given: Given) -> str:
             return playing().body(task, next(iter(given)))  # type: ignore[no-any-return] # the app outlives this history
 
-        for name in _TASKS if self.plan.hooks else self.plan.tasks:
+        for name in plan.tasks:
             app.tasks.pop(name, None)
             function: Any = body
             if plan.placement != "above":
                 function = package.only_one("{given[key]}" if plan.placement == "below" else "inner", **given)(function)
             if plan.placement == "two below":
                 function = package.only_one("{given[key]}", **given)(function)
-            has_call = plan.kind == "class with a decorated call" and not plan.is_unique
-            options = {**plan.options, "rate_limit": self.plan.rate_limit}
-            task = _task_of(app, name, function, "__call__" if has_call else plan.kind, **options)
+            task = _task_of(app, name, function, plan.kind, default_retry_delay=1, **plan.options)
             if plan.is_unique:
                 package.only_one("{given[key]}", **given)(task)
-            if self.plan.has_agent and plan.kind in ("function", "class"):
+            if plan.has_agent:
                 task.__trace__ = build_tracer(name, Wrapped(task), app=app)
         return app
 
@@ -442,25 +341,15 @@ class MessageWorld(History):
 
     def _produce(self, producer: str, names: list[str], left: list[str]) -> None:
         for name in names:
-            # If messages are lost, runs and pauses are longer than an equal call trusts a lost message to wait.
-            pauses = [0.01, 1.0, 33.0] if self.plan.message_loss else [0.0, 0.01, 1.0, 3.0]
-            self.sleep(self.choose(f"pause before {name}", pauses))
+            self.sleep(self.choose(f"pause before {name}", [0.0, 0.01, 1.0, 3.0]))
             if not self.is_left_out(f"call {name}"):
                 ends, how = self.choose(f"ends of {name}", _ENDS), self.choose(f"how of {name}", _HOW)
                 if self.draw(f"chord of {name}") < self.plan.chords:
                     how = "chord"
-                if self.draw(f"own of {name}") < self.plan.own:
-                    how = self.choose(f"kind of own {name}", OWN)
-                if self.draw(f"list of {name}") < self.plan.lists:
-                    how, ends = self.choose(f"kind of {name}", LISTS), tuple(each for each in ends if each == "fail")
-                if self.plan.kind == "class that calls again" and self.draw(f"fails of {name}") < 0.5:
-                    ends = ("fail",)
-                hooks = _IN_HOOKS if self.draw(f"hook of {name}") < self.plan.hooks else [("", "")]
-                more = () if how in HERE else (ends, self.choose(f"in hook of {name}", hooks))
-                self.send(producer, name, how, *more)
+                self.send(producer, name, how, ends)
         left.remove(producer)
 
-    def send(self, producer: str, name: str, how: str, ends: tuple[str, ...] = (), in_hook: Any = ("", "")) -> None:
+    def send(self, producer: str, name: str, how: str, ends: tuple[str, ...] = ()) -> None:
         if how == "id":
             self._wait_for_the_last_with_that_id()
         self.met[f"sent: {how}"] += 1
@@ -468,10 +357,8 @@ class MessageWorld(History):
         equals = [f"t{number}" for number in range(self.plan.triggers)] if self.plan.calls == "equal" else []
         given = {**dict.fromkeys([name, *equals], 0), "key": "k"}
         task, task_id = self.choose(f"task of {name}", self.plan.tasks), "same-id" if how == "id" else None
-        if how in CALLS and name[:-2] in self.triggers:  # the call is made in the run or a hook of that trigger
-            task = next(each for each in _TASKS if each != self.triggers[name[:-2]].task)
-        trigger = self.triggers[name] = Trigger(name, task, given, ends, how, self.now, task_id, in_hook)
-        self.note(producer, "sends", name, how, *ends, *in_hook)
+        trigger = self.triggers[name] = Trigger(name, task, given, ends, how, self.now, task_id)
+        self.note(producer, "sends", name, how, *ends)
         with self.checker.sending(trigger):
             try:
                 tasks = self.app_of(this()).tasks
@@ -480,19 +367,8 @@ class MessageWorld(History):
             except Exception as error:  # noqa: BLE001 - the checker says which are allowed
                 trigger.error = error
             trigger.answered = self.now
-            trigger.is_sent |= any(each.work.trigger == name for each in self.broker.published)
+            trigger.is_sent = any(each.work.trigger == name for each in self.broker.published)
             self.note(producer, "has sent", name, "published" if trigger.is_sent else f"duplicate {trigger.error}")
-
-    def publish_later(self, trigger: Trigger, publish: Callable[[], Any]) -> None:
-        """Publish a task when its producer has gone on, as on commit."""
-
-        def later() -> None:
-            self.sleep(self.choose(f"commit of {trigger.name}", [0.01, 1.0, 3.0]))
-            with suppress(OperationalError):
-                trigger.id = publish().id
-                self.checker.being_sent.discard(trigger.name)
-
-        self.spawn(this(), f"{this().name}/commit", later)
 
     def _wait_for_the_last_with_that_id(self) -> None:
         """Wait until the last work with the id has ended, because only then the id is used again for new work."""
@@ -517,68 +393,31 @@ class MessageWorld(History):
         self.arrived_at.setdefault(name, self.now)
         self.note(process.name, "runs", *work)
         try:
-            is_long = self.plan.message_loss and trigger.how != "hard limit"  # which may end only some of its runs
-            lengths = [2.0, 40.0] if is_long else [0.01, 0.5, 2.0, 4.0]
-            self.sleep(self.choose(f"length of {name}", lengths))
-            self.in_hook(task, "run", name)
-            is_lost = self.fault(f"key lost of {name}", 0.3 * self.checker.was_redelivered(trigger))
-            # Another run may have the key by now. One that has not begun is left alone: nothing would say that it lost.
-            if is_lost and self.store.get(run.lock.key.encode()) in {each.lock.token for each in self.running}:
-                for each in self.running:
-                    if each.lock.key == run.lock.key:
-                        each.end = "key lost"  # until it has ended
-                self.store.set(run.lock.key.encode(), None)
+            self.sleep(self.choose(f"length of {name}", [0.01, 0.5, 2.0, 4.0]))
             if action := trigger.action_for(run):
                 _end(action, task, trigger)
             run.end = "done"
         except BaseException as error:
             run.end = type(error).__name__
-            if self.calls_again(run):
-                run.end = "calls again"
             raise
         finally:
             run.ended = run.ended or self.now
             self.note(process.name, "has run", name, run.end)
         return f"done {name}"
 
-    def in_hook(self, task: Any, when: str, name: str) -> None:
-        """Do what the trigger says in this hook of a task. After the hard time limit, the worker itself calls one."""
-        trigger = self.triggers[name]
-        is_possible = not task.request.called_directly or trigger.in_hook[1] in ("delay", *CALLS)
-        if trigger.in_hook[0] != when or trigger.hooked or not is_possible:
-            return
-        trigger.hooked = Work(trigger.name, task.request.replaced_task_nesting, task.request.retries)
-        self.note(this().name, "in", when, trigger.name, action := trigger.in_hook[1])
-        self.met[f"in {when}: {action}"] += 1
-        _end(action, task, trigger)
-
-    def calls_again(self, run: Run) -> bool:
-        """Whether the delivery of a run that has failed now begins another run."""
-        is_first = [each.delivery for each in run.trigger.runs].count(run.delivery) == 1
-        return self.plan.kind == "class that calls again" and run.end == "ValueError" and is_first
-
     def stores(self, result: Any) -> None:
         """Note a result that comes of no run: the key is busy, or the server cannot be asked."""
         # Celery wraps exceptions that cannot be pickled, as those of a copy of the package.
         name = getattr(result, "exc_cls_name", type(result).__name__)
         is_one = result is None or name in ("AlreadyRunning", "LockUnavailable")
-        if is_one and all(run.end == "calls again" for run in self.runs if run.delivery is thread()):
+        if is_one and all(run.delivery is not thread() for run in self.runs):
             for job in [job for job in self.broker.jobs if job.is_work and job.thread is thread()]:
                 given = self.triggers[job.work.trigger], job.work, None, this(), job.began, this().life, thread()
                 self.not_run.append(Run(*given, repr(result)))
 
-    def not_stored(self, state: str) -> None:
-        """Note that the result of a run that has returned could not be stored."""
-        for job in [job for job in self.broker.jobs if job.is_work and job.thread is thread() and state == "SUCCESS"]:
-            self.unstored[job.work] = self.now
-
     def received(self, delivery: Delivery) -> None:
-        """Note that a worker has received a task, if its number for ``buffer_one`` is known by then.
-
-        It is not if the task has an ``eta``, or if only the run gives its key.
-        """
-        is_due = delivery.is_work and not delivery.payload["headers"]["eta"]
-        if is_due and self.plan.kind in ("function", "class"):
+        """Note that a worker has received a task. If the task has an ``eta``, it is not numbered by then."""
+        if delivery.is_work and not delivery.payload["headers"]["eta"]:
             self.arrived_at.setdefault(delivery.work.trigger, self.now)
 
     def ended(self, delivery: Delivery, end: str) -> None:
@@ -590,17 +429,9 @@ class MessageWorld(History):
             self.outcomes[delivery.work].append(end)
             if end != "Retry":  # after which the task goes on
                 self.ended_at[delivery.work.trigger] = self.now
-            # If a hook has ended it or its child was killed, its function was perhaps not called.
-            if not self.triggers[delivery.work.trigger].hooked and delivery.work.trigger not in self.begun_and_killed:
+            # If its child was killed, its function was perhaps not called.
+            if delivery.work.trigger not in self.begun_and_killed:
                 self.arrived_at.setdefault(delivery.work.trigger, self.now)
-
-
-def _version_of(plan: dict[str, Any]) -> Any:
-    """A version of the app. In a rolling deploy, each worker and producer has one of two."""
-    version = SimpleNamespace(**plan, is_unique=plan["placement"] in ("above", "both"))
-    if version.is_unique and version.when_busy == "retry":  # which is refused there
-        version.when_busy = "default"
-    return version
 
 
 @functools.cache
@@ -626,20 +457,10 @@ def _app(_process: Process, broker: str, *, acks_late: bool) -> Any:
 
 
 def _task_of(app: Any, name: str, function: Callable[..., Any], kind: str, **options: Any) -> Any:
-    """The task that runs a function: made of the function, or of a class whose ``run`` or ``__call__`` it is."""
+    """The task that runs a function: made of the function, or of a class whose ``run`` it is."""
     if kind == "function":
-        return app.task(bind=True, name=name, shared=False, base=Hooked, **options)(function)
-
-    def call(task: Any, *args: Any) -> Any:
-        try:
-            return task.run(*args)
-        except ValueError:
-            playing().sleep(playing().choose("pause before another call", [0.0, 0.5]))
-            return task.run(*args)
-
-    own = {"run": function, "__call__": call} if kind == "class that calls again" else {"run": function}
-    own = {"run": lambda _task, _given: None, kind: function} if kind == "__call__" else own
-    return app.register_task(type("Work", (Hooked,), {"name": name, **options, **own})())
+        return app.task(bind=True, name=name, shared=False, **options)(function)
+    return app.register_task(type("Work", (Task,), {"name": name, **options, "run": function})())
 
 
 logging.getLogger("celery").setLevel(logging.CRITICAL)
