@@ -12,20 +12,15 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from .history import BodyFails, Requeued
+from .history import BodyFails
+from .process import Process
 from .tracing import Interrupted
-
-_RELEASES = b"return redis.call('del', KEYS[1]) + "
-"""Words of the script that releases a key."""
 
 _MOST = 60
 """How often a process sends the same command at most: at its end, a release that is refused."""
 
 _TOKEN = re.compile(rb'"pid":(\d+),.*"state":"(\w+)",.*"number":(\d+)\d{6},')
 """The process of a token, its state, and its number."""
-
-MADE_UP = 999 * 10**15
-"""The milliseconds of a time that somebody has stored by hand."""
 
 EPSILON = 0.0015
 """Seconds: the server counts in milliseconds."""
@@ -37,7 +32,6 @@ class Call:
 
     Attributes:
         asked: when it was made.
-        job: the attempt of a job in which it was made, as its queue tells; None if there is no queue.
         answered: when it had its outcome.
         told_at: when it was told that its key is lost.
         found_at: when it found that by a question.
@@ -55,7 +49,6 @@ class Call:
     process: Any
     key: str
     asked: float
-    job: Any
     lock: Any = None
     began: float = inf
     ended: float = inf
@@ -80,12 +73,7 @@ class Call:
 
     def job_id(self) -> str:
         """The job of which it is an attempt."""
-        return self.job.id if self.job else "job " + self.name.partition(".")[2]
-
-    def follows(self, other: Call) -> bool:
-        """Whether the other call is of another attempt of the same job, and no later one."""
-        is_later = self.job and (other.job is self.job or other.job.number_of_retries > self.job.number_of_retries)
-        return self.job_id() == other.job_id() and not is_later
+        return "job " + self.name.partition(".")[2]
 
     @property
     def key_there(self) -> bytes:
@@ -112,7 +100,7 @@ class Checker:
         lost_data_at: when something outside of the lock's power last changed a key.
         set_by_hand: the values that somebody else has stored.
         set_back: the seconds by which the server's clock was set back.
-        kept_by_parents: until when a parent that outlives its fork has its key, by token.
+        kept_by_parents: until when a parent that lives on after a fork has its key, by token.
     """
 
     lost_data_at = -inf
@@ -126,15 +114,10 @@ class Checker:
         self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
         self.kept_by_parents: dict[bytes, float] = {}
         self.set_by_hand: list[Any] = []
-        self.told: Counter[tuple[bytes, str]] = Counter()
+        self.told: Counter[bytes] = Counter()
 
     def running(self) -> list[Call]:
         return [call for call in self.calls if call.lock is not None and call.ended == inf and not call.process.is_dead]
-
-    def is_calm(self, call: Call, since: float) -> bool:
-        hosts = self.history.hosts
-        asked = hosts.values() if self.history.deployment.client else [hosts[self.history.host_of[call.key]]]
-        return all(self.history.is_calm(since, each) for each in asked)
 
     # the server
 
@@ -180,7 +163,7 @@ class Checker:
 
     def begins(self, process: Any, name: str) -> Call:
         key = self.history.choose(f"key of {name}", self.history.plan.keys)
-        call = Call(name, process, key, self.history.now, process.job)
+        call = Call(name, process, key, self.history.now)
         self.calls.append(call)
         self.history.note(name, "calls")
         return call
@@ -222,34 +205,31 @@ class Checker:
         call.held_to_the_end = call.had_key and call.lock.is_held
         if not call.held_to_the_end:
             call.lapsed_at = min(call.lapsed_at, call.lock.expires_at)
-        is_calm = self.is_calm(call, call.asked)
+        is_calm = self.history.is_calm(call.asked)
         limit = (self.history.plan.times[1] or inf) + call.extended
         if call.had_key and is_calm and not call.lock.is_held and call.ended < call.asked + limit:
             self.problem("a loss without a cause", call.name)
         _, expiry = self.store.keys.get(call.key_there, (None, None))
-        has_renewed = call.lock.renews and call.lock.is_held and self.is_calm(call, call.ended - call.lock.ttl)
+        has_renewed = call.lock.renews and call.lock.is_held and self.history.is_calm(call.ended - call.lock.ttl)
         if has_renewed and expiry is not None and expiry > call.ended + call.lock.ttl + EPSILON:
             self.problem("a key that outlives its lease", f"{call.name}: {expiry - call.ended:.3f} s")
-        has_gone_on = call.ended - call.found_at > 0.1 and self.is_calm(call, call.found_at)
-        may_be_told = call.had_key and not self.history.is_silent and not call.process.no_thread
+        has_gone_on = call.ended - call.found_at > 0.1 and self.history.is_calm(call.found_at)
+        may_be_told = call.had_key and not call.process.no_thread
         if has_gone_on and may_be_told and call.told_at == inf:
             self.problem("told too late", call.name)
         is_cancelled = call.is_async and self.history.plan.when_lost == "fail"
         late = call.ended - call.told_at
-        if is_cancelled and late > 0.01 and self.is_calm(call, call.ended - late):
+        if is_cancelled and late > 0.01 and self.history.is_calm(call.ended - late):
             self.problem("not cancelled", f"{call.name} ran on for {late:.2f} s after its loss")
         self.history.note(call.name, "has run", "and holds its key" if call.lock.is_held else "and has lost its key")
 
     def ends(self, call: Call, outcome: Any) -> None:
         call.answered, call.outcome = self.history.now, outcome
-        holder = getattr(outcome, "holder", None)
-        if holder and max(holder.since, holder.deadline or 0.0) * 1000 >= MADE_UP:
-            self.problem("a time that somebody has made up", f"{call.name}: {holder}")
         shown = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, BaseException) else outcome
         self.history.note(call.name, "gets", str(shown)[:120])
         package = call.process.package
         documented = (package.AlreadyRunning, package.LockLost, package.LockUnavailable, asyncio.CancelledError)
-        is_users = isinstance(outcome, (Interrupted, BodyFails, Requeued, SystemExit))
+        is_users = isinstance(outcome, (Interrupted, BodyFails, SystemExit))
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
         if isinstance(outcome, package.LockLost):
@@ -269,16 +249,14 @@ class Checker:
         is_there &= not self.has_failed_over  # which may bring a token back
         if is_there and call.lock.token not in call.process.modules["only_one.lock.token"].active_tokens:
             self.problem("a key that is kept later looks dead", call.name)
-        if call.held_to_the_end and self.is_calm(call, call.ended) and not (call.is_excused or call.is_interrupted):
+        if call.held_to_the_end and self.history.is_calm(call.ended) and not (call.is_excused or call.is_interrupted):
             self._check_release(call)
 
     def _may_be_cancelled(self, call: Call) -> bool:
         """Whether the call was, or another call of its task; or the run in which it was made has lost its key."""
         outermost = ".".join(call.name.split(".")[:2])
         cancelled = [each for each in self.history.faults if each.startswith("cancelled")]
-        # Nobody sees in a silent history when a run is told.
-        is_silent = self.history.is_silent
-        has_lost = [not each.lock.is_held if is_silent else each.told_at < inf for each in self._around(call)]
+        has_lost = [each.told_at < inf for each in self._around(call)]
         return any(has_lost) or any(f" of {outermost}#" in each for each in cancelled)
 
     def _around(self, call: Call) -> list[Call]:
@@ -293,18 +271,15 @@ class Checker:
         is_renewed = lease is not None or timeout is None
         has_thread = not is_renewed or not any("no thread" in each for each in self.history.faults)
         is_text = all(isinstance(each.value, bytes) for each in stored)  # and no list that somebody has put there
-        must_be_up = self.is_calm(call, call.asked) and has_thread and is_text
+        must_be_up = self.history.is_calm(call.asked) and has_thread and is_text
         is_skipped = outcome is None and (must_be_up or plan.when_down != "skip")
-        is_own = plan.jobs and plan.queue != "dramatiq" and call.job_id() in getattr(outcome, "value", "")
+        is_own = plan.jobs and call.job_id() in getattr(outcome, "value", "")
         # In a child that goes on with the job of a parent that has ended: another attempt may have that one's key.
         is_in_child = any(each.is_excused for each in self._around(call))
         is_job = plan.jobs and is_text and self.lost_data_at < call.asked and not is_in_child
-        runs = {each.lock.token for each in self.calls if each.lock is not None and call.follows(each)}
+        runs = {each.lock.token for each in self.calls if each.lock is not None and each.job_id() == call.job_id()}
         if is_job and is_skipped and stored and all(each.value in runs for each in stored):
             self.problem("skipped for its own job", call.name)
-        is_nested_twice = call.name.count(".") > 2  # in a forked child, it takes the outer run for a previous attempt
-        if isinstance(outcome, Requeued) and not is_nested_twice:
-            self._check_requeue(call, stored)
         if isinstance(outcome, package.AlreadyRunning) or is_skipped:
             value = getattr(outcome, "value", "").encode()
             if not is_own and self.history.when_busy[call.process] != ("skip" if outcome is None else "fail"):
@@ -312,29 +287,10 @@ class Checker:
             if not any(not value or each.value == value for each in stored):
                 self.problem("skipped for no holder", f"{call.name}: {value[-40:]!r}")
             self._check_holder(call, value)
-        has_set = any(each.value.find(b'"pid":%d,' % call.process.pid) > 0 for each in stored if _is_ours(each.value))
-        if isinstance(outcome, package.LockUnavailable) and "the answer came" in outcome.problem and not has_set:
-            self.problem("unavailable for another reason", f"{call.name}: {outcome}")
         if isinstance(outcome, package.LockUnavailable) and (must_be_up or plan.when_down != "fail"):
             self.problem("unavailable for no reason", f"{call.name}: {outcome}")
         if isinstance(outcome, package.LockLost) and plan.when_lost != "fail":
             self.problem("an outcome of no policy", f"{call.name}: {outcome!r}")
-
-    def _check_requeue(self, call: Call, stored: list[Stored]) -> None:
-        """A job is requeued for a previous attempt of its own, and until its key expires at the latest."""
-        no_previous = [each.lock.token for each in self.calls if each.lock is not None and not call.follows(each)]
-        own = [each for each in stored if not isinstance(each.value, bytes) or call.job_id().encode() in each.value]
-        own = [each for each in own if each.value not in no_previous]
-        if not own:
-            self.problem("requeued for another's key", call.name)
-            return
-        value, expiry = self.store.keys.get(call.key_there, (None, None))
-        # The world has shortened the life of a key that a parent keeps, in place of the parent's renewals.
-        is_still_there = value == own[-1].value and own[-1].since < call.asked and value not in self.kept_by_parents
-        # A job waits for a hundredth of a second at least. A renewal may cut what a clock set back has added.
-        longest = max((expiry or inf) - call.asked, 0.01) + self.set_back + EPSILON
-        if is_still_there and call.outcome.delay > longest:
-            self.problem("requeued for too long", f"{call.name}: {call.outcome.delay:.2f} s")
 
     def _check_holder(self, call: Call, value: bytes) -> None:
         """No call is skipped for a run that was dead before: of a process of its machine, or one of its own process."""
@@ -343,7 +299,7 @@ class Checker:
         others = [each for each in self.calls if each.process is own and each is not call]
         if not any(each.answered >= call.asked or (self.at_least and each.has_succeeded) for each in others):
             dead.add(own.pid)
-        is_holder = b'"running"' in value and b"%d" % MADE_UP not in value
+        is_holder = b'"running"' in value
         if is_holder and machine.is_known and any(b'"pid":%d,' % pid in value for pid in dead):
             self.problem("skipped for a dead holder", f"{call.name}: {value[-40:]!r}")
 
@@ -363,7 +319,7 @@ class Checker:
         if call.process.paused_until > call.asked or self.history.deployment.client:  # a user's time-outs
             return
         # A job that waits for its previous attempt asks each second.
-        limit = 2.85 + self.history.plan.jobs + self.history.plan.when_lost_takes
+        limit = 2.85 + self.history.plan.jobs
         for begin, end in ((call.asked, min(call.began, call.answered)), (call.ended, call.answered)):
             # Two attempts: each waits 0.5 s for a connection and 0.9 s for a reply. A server that hangs in one of these
             # ways is known in 2 s. One that answers, but slowly, is waited for: for each of its answers by itself.
@@ -381,18 +337,18 @@ class Checker:
             dead = filter(process.machine.is_dead, process.machine.processes)
             if not any(b'"pid":%d,' % pid in event.value for pid in dead):
                 self.problem("taken over from nobody", f"{process.name}: {event}")
-        if kind not in ("Lost", "Released"):
+        if kind != "Lost":
             return
         token = _token_of_the_teller()
-        self.told[token, kind] += 1
-        if self.told[token, kind] > 1:
+        self.told[token] += 1
+        if self.told[token] > 1:
             self.problem("told more than once", f"{process.name}: {event}")
         call = next((each for each in self.calls if each.lock is not None and each.lock.token == token), None)
         # A call that is interrupted or cancelled before its run begins may have lost its key, too.
         is_cut_short = any(f" of {process.name}." in each for each in self.history.faults)
         if call is not None:
-            {"Lost": self._check_lost, "Released": self._check_released}[kind](call, event)
-        elif kind == "Lost" and not is_cut_short:
+            self._check_lost(call, event)
+        elif not is_cut_short:
             self.problem("a loss of no run", f"{process.name}: {event}")
 
     def _check_lost(self, call: Call, event: Any) -> None:
@@ -401,23 +357,6 @@ class Checker:
             self.problem("a loss of no run", f"{call.name}: {event}")
         call.told_at = self.history.now
         self._check_loss(call, event)
-
-    def _check_released(self, call: Call, event: Any) -> None:
-        """What is told of a release is what has become of the key."""
-        if not call.had_key or call.ended == inf:
-            return
-        values = [each for each in self.stored[call.key_there] if each.until > call.asked]
-        ended = [each for each in values if each.value == call.lock.token and each.until < inf]
-        others = [each for each in values if each.value != call.lock.token]
-        is_true = {
-            "held": any(not each.has_expired for each in ended),
-            "kept": any(_is_kept_of(each.value, call) for each in values),
-            "gone": bool(ended) or not values,
-            "taken": bool(others),
-            "unknown": not self.is_calm(call, call.asked),
-        }
-        if not is_true[event.outcome]:
-            self.problem("told of another release", f"{call.name}: {event.outcome}")
 
     def _check_loss(self, call: Call, told: Any) -> None:
         reason = told.reason
@@ -491,10 +430,10 @@ class Checker:
             self.problem("a lock that is held after its call", call.name)
         stored = [each for each in self.stored[call.key_there] if each.since <= call.ended < each.until]
         # Of other values its release may not be certain; that one of another type is not its own, it sees at once.
-        is_list = any(isinstance(each.value, list) for each in stored) and self.is_calm(call, call.ended)
+        is_list = any(isinstance(each.value, list) for each in stored) and self.history.is_calm(call.ended)
         is_told_so = isinstance(call.outcome, call.process.package.LockLost)
         has_lost = is_told_so or is_list or not call.held_to_the_end
-        may_be_told = is_over and not (call.is_interrupted or self.history.is_silent)
+        may_be_told = is_over and not call.is_interrupted
         if may_be_told and has_lost and call.told_at == inf:
             self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
 
@@ -506,15 +445,16 @@ class Checker:
         for (name, command), times in Counter(executed).items():
             if times > _MOST and command[0] not in (b"CLIENT", b"SENTINEL", b"CLUSTER", b"ASKING"):
                 self.problem("a command again and again", f"{name} sent {command} {times} times")
-            has_command = self.history.plan.server in ("valkey", "redis") and not self.history.deployment.client
-            if has_command and any(_RELEASES in part for part in command):
-                self.problem("a script for a release", name)
 
     def _check_what_is_left(self, value: Any, expiry: float) -> None:
         left = expiry - self.history.now
         # A release that is refused is given up when the key would have expired, had the clock not been set back.
         may_be_given_up = not all(each.startswith("server clock") for each in self.history.faults)
-        if not _is_ours(value) or value in self.set_by_hand or (may_be_given_up and left <= self.set_back):
+        if (
+            not _is_ours(value)
+            or value in (*self.set_by_hand, *self.kept_by_parents)
+            or (may_be_given_up and left <= self.set_back)
+        ):
             return
         if b'"kept"' in value:
             if left > self.at_least + self.set_back:
@@ -537,7 +477,8 @@ class Checker:
 
     def _that_release_nothing(self) -> Iterator[int]:
         for process in {call.process for call in self.calls}:
-            yield from filter(process.machine.is_dead, process.machine.processes)
+            others = process.machine.processes.items()
+            yield from (pid for pid, each in others if each.is_dead or not isinstance(each, Process))  # a forked parent
             if any(each.startswith(f"no thread of {process.name}#") for each in self.history.faults):
                 yield process.pid
 

@@ -17,7 +17,6 @@ SLOTS = 2
 
 WRITES = (b"SET", b"DELIFEQ", b"DELEX", b"EVAL")
 _PATIENCE: dict[str, Any] = {"protocol": 2, "socket_timeout": 0.9, "socket_connect_timeout": 0.5}
-_NOT_SERVED = "CLUSTERDOWN Hash slot not served"
 _OF_ONE_KEY = [b"set", b"get", b"del", b"delifeq", b"delex", b"pttl"]
 _COMMANDS: list[Any] = [[name, -2, [], 1, 1, 1] for name in _OF_ONE_KEY]
 
@@ -67,7 +66,6 @@ class Cluster(Deployment):
         owners: the host of each slot.
         target: to which host a slot is moving, by slot.
         moved: the keys that are there already.
-        alone: the nodes that have left, and live on without slots.
     """
 
     def __init__(self, history: Any) -> None:
@@ -76,26 +74,23 @@ class Cluster(Deployment):
         self.owners = {slot: history.choose(f"owner of slot {slot}", self._names) for slot in range(SLOTS)}
         self.target: dict[int, str] = {}
         self.moved: set[bytes] = set()
-        self.alone: set[str] = set()
 
     def client(self) -> Any:
-        known = ["server", *[name for name in self._history.hosts if name == "third"]]
         node: Any = ClusterNode
-        return redis.RedisCluster(startup_nodes=[node(name, 6379) for name in known], **_PATIENCE)
+        return redis.RedisCluster(startup_nodes=[node("server", 6379)], **_PATIENCE)
 
     def answer(self, name: str, command: Command, *, is_asking: bool) -> Any:
         if command[0] == b"COMMAND":
             return _COMMANDS
         if command[:2] == [b"CLUSTER", b"SLOTS"]:
-            nodes = {slot: [owner, *self._replicas(owner)] for slot, owner in self.owners.items()}
-            return [[slot, slot, *map(_address, names)] for slot, names in nodes.items() if name not in self.alone]
+            return [[slot, slot, _address(owner)] for slot, owner in self.owners.items()]
         if not (keys := _keys_of(command)):
             return None
         slot = slot_of(keys[0])
         owner, target = self.owners[slot], self.target.get(slot)
         is_importing = name == target and is_asking
         if name != owner and not is_importing:
-            return Refusal(_NOT_SERVED if name in self.alone else f"MOVED {slot} {owner}:6379")
+            return Refusal(f"MOVED {slot} {owner}:6379")
         if target is None:
             return None
         here = [self._store.get(key) is not None and (key in self.moved) == is_importing for key in keys]
@@ -130,31 +125,6 @@ class Cluster(Deployment):
         self.target.pop(slot, None)
         self.moved = {key for key in self.moved if slot_of(key) != slot}
         self._history.note("cluster", "slot", slot, "is now of", self.owners[slot])
-
-    def _replicas(self, owner: str) -> list[str]:
-        """Where a node may leave, each node knows all: a real cluster has three nodes with slots at least."""
-        return [name for name in self._names if name != owner] if "third" in self._history.hosts else []
-
-    def leave(self, name: str) -> None:
-        """Let one of three nodes leave: its slots move to others, and then it stops, or lives on without slots."""
-        if len(self._names) < 3:
-            return
-        self._names.remove(name)
-        for slot in self._slots_of(name):
-            self.move(slot)
-        self._history.note("cluster", name, "is going to leave")
-        self.is_settled_at = max(self.is_settled_at, self._history.now) + 0.01
-        self._history.at(self.is_settled_at, self._has_left, name)
-
-    def _has_left(self, name: str) -> None:
-        for slot in self._slots_of(name):  # one may have had another owner meanwhile
-            self.give(slot, self._names[0])
-        if self._history.choose("a node that has left", ["stops", "lives on"]) == "lives on":
-            self.alone.add(name)
-            return
-        host = self._history.hosts[name]
-        host.has_left = True
-        host.stop(0)
 
     def _slots_of(self, name: str) -> list[int]:
         return [slot for slot, owner in self.owners.items() if owner == name]

@@ -21,20 +21,9 @@ from .server import Store
 from .tracing import Interrupted
 from .world import World
 
-NODES_LEAVE_FROM = 380_000_000
-"""From this seed on a cluster has three nodes, of which one may leave."""
-
 
 class BodyFails(Exception):
     """Raised by a decorated function, and by policies."""
-
-
-class Requeued(Exception):
-    """Raised so that a queue makes a call once more, after so many milliseconds."""
-
-    def __init__(self, _reason: str, delay: int) -> None:
-        super().__init__(delay)
-        self.delay = delay / 1000
 
 
 class History(World):
@@ -47,7 +36,6 @@ class History(World):
             method with its name.
         SINCE: more options and faults, which only some seeds have: the first seed that has them, the remainder of these
             seeds by four, the options and the faults.
-        suffers: the object that a fault troubles, for faults that do not trouble the whole history.
         whose: the process in whose message a fault happens; None if the fault happens at a time.
         deployment: what the hosts are together, such as a cluster.
         greets: whether each connection begins with redis-py's name. These two messages would be half of all.
@@ -71,15 +59,13 @@ class History(World):
                     vars(self.plan).setdefault(name, values[0])
             self.possible.update(faults if is_chosen else {})
         self.store = Store(lambda: self.now, self.wall, self.plan.server)
-        names = ("server", "other", *["third"] * (seed >= NODES_LEAVE_FROM))
-        self.hosts = {name: Host(self, self.store, name) for name in names}
+        self.hosts = {name: Host(self, self.store, name) for name in ("server", "other")}
         self.host = self.hosts["server"]
         for each in self.hosts.values():
             each.loses, each.delays = self.plan.trouble
         self.greets = self.draw("plan greets") < 1 / 8
         self.pids = count(101)
         self.whose: Process | None = None
-        self.suffers: dict[Callable[[], None], Any] = {}
 
     def deploy(self, kind: type[Deployment]) -> None:
         self.deployment: Any = kind(self)
@@ -92,12 +78,8 @@ class History(World):
     def _slot_moves(self) -> None:
         self.deployment.move(self.choose("slot that moves", list(range(SLOTS))))
 
-    def _slots_move_as_a_node_leaves(self) -> None:
-        self.deployment.leave(self.choose("node that leaves", ["server", "other", "third"]))
-
     def plan_faults(self, seconds: float) -> None:
         of_clusters = {"slot moves": [0.5, 0.3, 0.1]} if type(self.deployment) is Cluster else {}
-        of_clusters |= {"slots move as a node leaves": [0.5]} if of_clusters and "third" in self.hosts else {}
         for label, probabilities in [*self.possible.items(), *of_clusters.items()]:
             do = getattr(self, f"_{label.replace(' ', '_')}")
             for probability in probabilities:
@@ -109,23 +91,23 @@ class History(World):
     def _trouble(self, do: Callable[[], None], whose: Process | None = None) -> None:
         if not self.quiet:
             self.whose = whose
-            self.suffers.get(do, self).troubled_at = self.now
+            self.troubled_at = self.now
             do()
 
-    def trouble_ends(self, host: Host) -> float:
-        """The time from which this host and all processes are neither stopped nor cut off, and refuse nothing."""
+    def trouble_ends(self) -> float:
+        """The time from which all hosts and processes are neither stopped nor cut off, and refuse nothing."""
+        hosts = [max(each.frozen_until, each.down_until, each.refused[2]) for each in self.hosts.values()]
         processes = [max(each.paused_until, each.cut_off_until) for each in self.processes]
         is_settled_at: float = self.deployment.is_settled_at
-        return max(host.frozen_until, host.down_until, host.refused[2], is_settled_at, *processes)
+        return max(*hosts, *processes, is_settled_at)
 
     @property
     def latest(self) -> float:
         return max(each.latest for each in self.hosts.values())
 
-    def is_calm(self, since: float, host: Host) -> bool:
-        """Whether nothing has gone wrong with this host since then, and no earlier fault has a late effect."""
-        troubled_at = max(self.troubled_at, host.troubled_at)
-        return max(self.trouble_ends(host), troubled_at + self.latest) < since
+    def is_calm(self, since: float) -> bool:
+        """Whether nothing has gone wrong since then, and no earlier fault has a late effect."""
+        return max(self.trouble_ends(), self.troubled_at + self.latest) < since
 
     def start(self, process: Process, name: str, machine: Machine) -> None:
         process.begin(machine, next(self.pids), name)

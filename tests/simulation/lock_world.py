@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from math import inf
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from .checker import MADE_UP, Call, Checker
+from .checker import Call, Checker
 from .deployments import WRITES, Cluster, Deployment, OwnClient, Sentinels
-from .history import BodyFails, History, Requeued
+from .history import BodyFails, History
 from .network import Loop
 from .process import Machine, Process, playing, this, thread
 from .tracing import Interrupted, Tracer
@@ -34,26 +32,6 @@ _REFUSALS = [
 ]
 
 
-def _of_queue(queue: str) -> Any:
-    """The job that a process has begun, if this is its queue."""
-    return this().job if playing().plan.queue == queue else None
-
-
-def _job(job_id: str, before: Any) -> Any:
-    """A job as the queues tell it: the next attempt, if the job before was the same."""
-    attempt = before.number_of_retries + 1 if before and before.id == job_id else 0
-    retries = {"number_of_retries": attempt, "options": {"retries": attempt}}
-    return SimpleNamespace(id=job_id, message_id=job_id, retries_left=None, **retries)
-
-
-_middleware = SimpleNamespace(CurrentMessage=SimpleNamespace(get_current_message=lambda: _of_queue("dramatiq")))
-QUEUES: Any = {
-    "rq": SimpleNamespace(get_current_job=lambda: _of_queue("rq")),
-    "dramatiq": SimpleNamespace(middleware=_middleware, errors=SimpleNamespace(Retry=Requeued)),
-}
-"""What only_one asks of queues, by the modules in which it looks for that."""
-
-
 def fails(_error: object) -> None:
     raise BodyFails
 
@@ -61,9 +39,7 @@ def fails(_error: object) -> None:
 # What the package looks at is the same in all histories: it takes a third of a call to read a function's signature.
 
 
-def _goes_on(_error: object) -> None:
-    if seconds := playing().plan.when_lost_takes:
-        playing().sleep(seconds)
+def _goes_on(_error: object) -> None: ...
 
 
 def _hears(event: object) -> None:
@@ -81,9 +57,7 @@ async def _async_body(call: Call) -> Any:
 _WIDE_PLAN: dict[str, list[Any]] = {
     "threads": [1, 1, 2],  # of a process, each of which makes some of its calls; an async one has a loop of its own
     "forks": [0.03, 0.3],
-    "parent_lives": [0.0, 0.5, 4.0],  # for how many seconds after a fork
-    "when_lost_takes": [0.0, 5.0],
-    "configured": [False, True],  # whether `configure` gives the server and the lease, and others meanwhile
+    "parent_lives": [False, True, True],  # after a fork
 }
 
 
@@ -101,8 +75,7 @@ class LockWorld(History):
         "when_down": ["fail", "fail", "skip", "carry_on", "fails"],
         "keys": [["k"], ["k"], ["k", "n"]],
         "trouble": [(0.0, 0.0), (0.0, 0.0), (0.01, 0.01), (0.03, 0.05), (0.08, 0.15)],
-        "jobs": [False, False, False, True],  # calls with one number are attempts of one job
-        "queue": ["", "", "rq", "dramatiq"],  # which tells the job; else `work_id` does
+        "jobs": [False, False, False, True],  # whether calls with one number are attempts of one job
     }
     FAULTS: ClassVar[dict[str, list[float]]] = {
         "freeze": [0.15, 0.05],
@@ -119,7 +92,7 @@ class LockWorld(History):
     }
 
     SINCE: ClassVar[list[Any]] = [
-        (362_000_000, {3}, _WIDE_PLAN, {"configure": [0.5, 0.5], "idle": [0.5, 0.5]}),
+        (362_000_000, {3}, _WIDE_PLAN, {}),
         (404_000_000, {3}, {"forks_by": ["Python", "Python", "C code"]}, {}),
         (520_000_000, {1}, {}, {"server clock": [0.5, 0.3]}),
     ]
@@ -129,25 +102,18 @@ class LockWorld(History):
         self.processes = processes[: self.plan.processes]
         self.machines = [Machine("alpha", is_known=self.draw("plan known") < 0.95), Machine("beta")]
         self.is_async: bool = getattr(self.plan, "async")
-        self.plan.queue = self.plan.queue if self.plan.jobs and not self.is_async else ""
-        self.plan.threads = 1 if self.plan.jobs else self.plan.threads  # a process has one job
-        self.store.evicts = self.draw("plan evicts") < 0.1
-        self.is_silent = self.draw("plan silent") < 0.05  # nobody hears of events
+        self.plan.threads = 1 if self.plan.jobs else self.plan.threads  # the attempts of a job are one after another
         # One connection, for which the calls of an event loop wait.
         self.query = "protocol=2" + "&max_connections=1" * (self.is_async and self.draw("plan connections") < 0.5)
         self.checker = Checker(self)
         self.store.changed = self.checker.changed
         self.left: set[Thread] = set()  # whose calls have not all ended
         self.functions: dict[tuple[Process, str], Callable[..., Any]] = {}  # of each key
-        self.suffers = dict.fromkeys([self._freeze, self._restart_with_data, self._refusal], self.host)
-        self.suffers |= dict.fromkeys([self._idle, self._configure], SimpleNamespace())  # no call may notice these
         self.host_of = {"k": "server", "n": "other" if self.draw("plan other server") < 0.5 else "server"}
         self.when_busy: dict[Process, str] = {}
         self.deploy(_DEPLOYMENTS.get(seed % 16, Deployment) if seed >= _DEPLOYED_FROM else Deployment)
 
     def play(self) -> None:
-        sys.modules.update(QUEUES)
-        logging.getLogger("only_one").setLevel(logging.ERROR if self.is_silent else logging.DEBUG)
         for number, process in enumerate(self.processes):
             self._start(process, f"p{number}", self.choose("plan machine", self.machines))
         self.plan_faults(8)
@@ -155,7 +121,7 @@ class LockWorld(History):
         if self.left:
             self.problem("a call never ended", f"{len(self.left)} threads wait")
         self.quiet = True
-        self.run(max(self.now, self.trouble_ends(self.host)) + 2 * self.latest + 3 + self.plan.parent_lives)
+        self.run(max(self.now, self.trouble_ends()) + 2 * self.latest + 3)
         self.checker.at_the_end()
         self.run(self.now + 60)
         self.checker.when_all_is_over()
@@ -166,12 +132,9 @@ class LockWorld(History):
         self.start(process, name, machine)
         self.when_busy[process] = self.choose(f"plan when_busy of {name}", ["fail", "skip", "fails"])
         process.no_thread = self.choose(f"plan no_thread of {name}", [0.0] * 9 + [0.3])
-        if self.plan.configured:
-            self._configure_process(process)
         for key in self.plan.keys:
             self.functions[process, key] = self._decorated(process, key)
-        if not self.is_silent:
-            process.package.subscribe(_hears)
+        process.package.subscribe(_hears)
         for number in range(self.plan.threads):
             running = self.spawn(process, f"{name}/{number or 'main'}", self._run, process, number)
             running.is_daemon = not number
@@ -195,49 +158,25 @@ class LockWorld(History):
         plan, package = self.plan, process.package
         policies = {"fail": package.fail, "carry_on": package.carry_on, "skip": package.skip, "fails": fails}
         lease, timeout = plan.times
-        work_id = Call.job_id if plan.jobs and not plan.queue else None
-        is_configured = plan.configured and not self.deployment.client and self.host_of[key] == "server"
+        work_id = Call.job_id if plan.jobs else None
         options = {"lease": lease, "timeout": timeout, "at_least": plan.at_least, "work_id": work_id}
         decorate = package.only_one(
             "{call.key}",
             when_busy=policies[self.when_busy[process]],
             when_down=policies[plan.when_down],
             when_lost=policies.get(plan.when_lost, _goes_on),
-            redis=None if is_configured else self.deployment.client or self._url(key),
+            redis=self.deployment.client or f"redis://{self.host_of[key]}:6379/0?{self.query}",
             **{option: value for option, value in options.items() if value},
         )
         decorated: Callable[..., Any] = decorate(_async_body if self.is_async else _body)
         return decorated
 
-    def _url(self, key: str) -> str:
-        return f"redis://{self.host_of[key]}:6379/0?{self.query}"
-
-    def _configure_process(self, process: Process) -> None:
-        """Give the process the same server in other words, and another lease to functions that have none."""
-        url = self.choose("words of the server", [self._url("k"), f"{self._url('k')}&db=0", f"{self._url('k')}&db=00"])
-        source = self.choose("source of the server", [url, lambda: url])
-        process.package.configure(redis=source, lease=self.choose("lease that is configured", [None, 1.0, 3.0, 30.0]))
-
     def _calls_of(self, process: Process, thread_number: int) -> Iterator[tuple[str, float]]:
-        """The names of the calls of a thread of a process, and the seconds before each.
-
-        A queue makes a call again which has requeued its job, or whose first attempt has failed.
-        """
+        """The names of the calls of a thread of a process, and the seconds before each."""
         for number in range(thread_number, self.plan.calls, self.plan.threads):
             name = f"{process.name}.{number}"
-            if self.is_left_out(f"call {name}"):
-                continue
-            pause = self.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0])
-            while self.plan.queue:
-                process.job = _job(f"job {number}", process.job)
-                yield name, pause
-                outcome = next(call.outcome for call in reversed(self.checker.calls) if call.name == name)
-                has_failed = isinstance(outcome, (BodyFails, process.package.OnlyOneError))
-                if not isinstance(outcome, Requeued) and not (has_failed and process.job.number_of_retries == 0):
-                    break
-                pause = getattr(outcome, "delay", 1.0)
-            else:
-                yield name, pause
+            if not self.is_left_out(f"call {name}"):
+                yield name, self.choose(f"pause before {name}", [0.0, 0.001, 0.5, 1.0, 3.0])
 
     def _run_calls(self, process: Process, number: int) -> None:
         running: Any = thread()
@@ -273,23 +212,18 @@ class LockWorld(History):
     def _fork(self, process: Process) -> None:
         """Go on as a forked child, which has no other thread; the parent's keys and connections are not the child's.
 
-        The parent is killed, or lives on for a while: what it does to its keys then is done here.
+        The parent is killed, or does nothing more, and its keys expire.
         """
         sys.settrace(None)  # Python prints an exception that comes while it forks, and goes on
         parent = process.fork(next(self.pids), by_c=self.plan.forks_by == "C code")
         sys.settrace(getattr(thread(), "tracer", None))
         for call in self.checker.running():
             if call.process is process:
-                has_key = call.had_key and self.store.get(call.key_there) == call.lock.token
-                if self.plan.parent_lives and has_key:
-                    self.checker.kept_by_parents[call.lock.token] = ends = self.now + self.plan.parent_lives
-                    self._parent_renews(call, ends)
-                    self.after(0.01, self._parent_renews, call, ends)  # a renewal may have been on its way
-                    self.at(ends, self._parent_releases, call)
+                value, expiry = self.store.keys.get(call.key_there, (None, None))
+                if self.plan.parent_lives and call.had_key and value == call.lock.token:
+                    self.checker.kept_by_parents[value] = expiry or inf
                 call.is_excused, call.had_key = True, False
-        if self.plan.parent_lives:
-            parent.is_dead = False
-            self.after(self.plan.parent_lives, vars(parent).update, {"is_dead": True})
+        parent.is_dead = not self.plan.parent_lives
         for each in self.threads:
             if each.process is process and each is not thread():
                 each.life = -1
@@ -297,19 +231,6 @@ class LockWorld(History):
         for link in [link for host in self.hosts.values() for link in host.links if link.process is process]:
             link.is_inherited = True
         self.note(process.name, "goes on as a forked child")
-
-    def _parent_renews(self, call: Call, ends: float) -> None:
-        if self.store.get(call.key_there) == call.lock.token:
-            self.store.set(call.key_there, call.lock.token, ends + 1)
-
-    def _parent_releases(self, call: Call) -> None:
-        ends, (value, expiry) = self.now, self.store.keys.get(call.key_there, (None, None))
-        del self.checker.kept_by_parents[call.lock.token]
-        if value != call.lock.token:
-            return
-        if expiry != ends + 1 and self.checker.is_calm(call, call.asked):
-            self.problem("a child has changed its parent's key", f"{call.name}: {expiry}")
-        self.store.set(call.key_there, None)
 
     async def _call_all(self, process: Process, number: int) -> None:
         await asyncio.gather(*[self._call_async(process, *each) for each in self._calls_of(process, number)])
@@ -432,8 +353,7 @@ class LockWorld(History):
         there = self.store.keys.get(b"only_one:" + key.encode(), (None,))[0]
         token = there if isinstance(there, bytes) else b""
         foreign = [b"somebody else's", [b"a list"], b"{}", b'{"only_one":1}']
-        made_up = [re.sub(b'"%b":\\d+' % name, b'"%b":%d' % (name, MADE_UP), token) for name in (b"since", b"limit")]
-        foreign += [*made_up, re.sub(rb'"pid":\d+', b'"pid":0', token)]
+        foreign.append(re.sub(rb'"pid":\d+', b'"pid":0', token))
         value = self.choose("foreign value", foreign)
         self._set_by_hand(key, b"somebody's" if value == token else value)
 
@@ -472,17 +392,6 @@ class LockWorld(History):
         if not process.is_dead:
             self.kill(process)
             self.left = {each for each in self.left if each.process is not process}
-
-    def _configure(self) -> None:
-        process = self._process("configured")
-        if self.plan.configured and not (process.is_dead or process.has_ended):
-            self.spawn(process, f"{process.name}/configure", self._configure_process, process)
-
-    def _idle(self) -> None:
-        self.note("server", "closes connections that are idle")
-        for link in self.host.links:
-            if link.is_idle:
-                link.reset()
 
     def _server_clock(self) -> None:
         step = self.choose("step of the server's clock", [-100.0, -10.0, -1.0, 1.0, 10.0, 100.0])

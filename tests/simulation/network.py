@@ -20,9 +20,7 @@ class Host:
         store: the keys that the server stores.
         frozen_until: until when the server does nothing, as with SIGSTOP.
         down_until: until when the server refuses connections.
-        has_left: whether the server has left its cluster, and refuses them for ever.
         refused: the text with which the server refuses some commands, these commands, and until when.
-        troubled_at: when the last fault happened to the host.
         latest: the most seconds for which the network held up a message to or from the host.
         loses: how probable it is for each message that the connection is cut instead.
         delays: how probable it is for each message that it is late.
@@ -33,11 +31,10 @@ class Host:
 
     def __init__(self, world: Any, store: Store, name: str) -> None:
         self.world, self.store, self.name = world, store, name
-        self.frozen_until = self.down_until = self.troubled_at = self.latest = self.loses = self.delays = 0.0
+        self.frozen_until = self.down_until = self.latest = self.loses = self.delays = 0.0
         self.refused: tuple[str, tuple[bytes, ...], float] = ("", (), 0.0)
         self.answers: list[tuple[float, Any]] = []
         self.links: list[Link] = []
-        self.has_left = False
         self.messages, self.at_message = 0, dict[int, Callable[[Any], None]]()
 
     def stop(self, seconds: float) -> None:
@@ -76,7 +73,7 @@ class Link:
             ConnectionRefusedError: if no server listens.
         """
         self.host = self.world.hosts[host]
-        if self.host.has_left or self.host.down_until > self.world.now:
+        if self.host.down_until > self.world.now:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
         # The system of a frozen server's machine accepts connections for it; a network that is cut accepts nothing.
         seconds: float = self.process.cut_off_until - self.world.now

@@ -361,7 +361,6 @@ class Process:
         self.is_dead = self.has_ended = False
         self.paused_until = self.cut_off_until = self.no_thread = 0.0
         self.died_at = inf
-        self.job: Any = None  # the job that a queue has given to the process
         self.life += 1
         for values, first in self._at_first:
             values.update(first)

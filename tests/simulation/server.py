@@ -40,12 +40,10 @@ class Store:
     Attributes:
         kind: which server it is: "valkey" (9), "redis" (8.4), "redis7" (to 8.3) or "redis6".
         keys: the value of each key, and when it expires: bytes, a dict for a hash, a ``SortedSet``, a list.
-        evicts: whether it says that it evicts keys when its memory is full.
         clock_step: the seconds by which the server's wall clock was set forward.
         changed: called with a key, when its value before would have expired, and its new value.
     """
 
-    evicts = False
     clock_step = 0.0
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], kind: str = "valkey") -> None:
@@ -215,8 +213,7 @@ class Store:
         return [b"%d" % seconds, b"%d" % (rest * 1e6)]
 
     def do_info(self, *_: bytes) -> bytes:
-        most, policy = (b"1", b"allkeys-lru") if self.evicts else (b"0", b"noeviction")
-        return b"# Memory\r\nmaxmemory:%b\r\nmaxmemory_policy:%b\r\n" % (most, policy)
+        return b"# Memory\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
 
     def do_client(self, *_: bytes) -> Status:
         return OK
