@@ -99,13 +99,11 @@ class Checker:
         stored: all values so far of each key.
         lost_data_at: when something outside of the lock's power last changed a key.
         set_by_hand: the values that somebody else has stored.
-        set_back: the seconds by which the server's clock was set back.
         kept_by_parents: until when a parent that lives on after a fork has its key, by token.
     """
 
     lost_data_at = -inf
     has_failed_over = False
-    set_back = 0.0
 
     def __init__(self, history: Any) -> None:
         self.history, self.store, self.problem = history, history.store, history.problem
@@ -141,12 +139,6 @@ class Checker:
         for call in self.running():
             call.is_excused = True
         self.lost_data_at = self.history.now
-
-    def clock_is_set(self, step: float) -> None:
-        """Keys expire early if the server's clock is set forward. Set back, it keeps those that nobody renews."""
-        if step > 0:
-            self.data_is_lost()
-        self.set_back += max(0.0, -step)
 
     def fail_over(self, lag: float) -> None:
         """Undo what is younger than ``lag`` seconds."""
@@ -369,9 +361,7 @@ class Checker:
         others = [each.value for each in values if each.value != call.lock.token]
         was_anothers = told.value.encode() in others or any(isinstance(each, list) for each in others)
         own = [each for each in values if each.value == call.lock.token and each.has_expired]
-        # A key that expires early, because the server's clock is set forward, is deleted for its run.
-        has_expired = any(each.until >= call.lock.expires_at for each in own)
-        was_deleted = was_free and not has_expired
+        was_deleted = was_free and not own
         if (reason == "deleted" and not was_deleted) or (reason == "taken" and not was_anothers):
             self.problem("told of another loss", f"{call.name}: {reason}")
 
@@ -392,8 +382,7 @@ class Checker:
 
     def fenced(self, call: Call, fence: int) -> None:
         # The last number may be lost while the clock is behind; and a forked child asks for its parent's run.
-        may_be_behind = self.history.wall_step or self.set_back
-        is_excused = call.is_excused or (may_be_behind and self.lost_data_at > 0)
+        is_excused = call.is_excused or (self.history.wall_step and self.lost_data_at > 0)
         call.fence = None if is_excused else fence
         for other in self.calls:  # a run may learn its fence late: it was paused meanwhile
             if is_excused or other is call or other.key != call.key or other.fence is None:
@@ -448,16 +437,10 @@ class Checker:
 
     def _check_what_is_left(self, value: Any, expiry: float) -> None:
         left = expiry - self.history.now
-        # A release that is refused is given up when the key would have expired, had the clock not been set back.
-        may_be_given_up = not all(each.startswith("server clock") for each in self.history.faults)
-        if (
-            not _is_ours(value)
-            or value in (*self.set_by_hand, *self.kept_by_parents)
-            or (may_be_given_up and left <= self.set_back)
-        ):
+        if not _is_ours(value) or value in self.set_by_hand:
             return
         if b'"kept"' in value:
-            if left > self.at_least + self.set_back:
+            if left > self.at_least:
                 self.problem("a key is kept too long", f"{left:.1f} s")
         # Nobody is left who could release what comes later from a process that is dead, or can start no thread.
         elif not any(b'"pid":%d,' % pid in value for pid in self._that_release_nothing()):

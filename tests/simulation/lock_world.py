@@ -94,7 +94,6 @@ class LockWorld(History):
     SINCE: ClassVar[list[Any]] = [
         (362_000_000, {3}, _WIDE_PLAN, {}),
         (404_000_000, {3}, {"forks_by": ["Python", "Python", "C code"]}, {}),
-        (520_000_000, {1}, {}, {"server clock": [0.5, 0.3]}),
     ]
 
     def __init__(self, processes: list[Process], seed: int, left_out: frozenset[str] = frozenset()) -> None:
@@ -392,12 +391,6 @@ class LockWorld(History):
         if not process.is_dead:
             self.kill(process)
             self.left = {each for each in self.left if each.process is not process}
-
-    def _server_clock(self) -> None:
-        step = self.choose("step of the server's clock", [-100.0, -10.0, -1.0, 1.0, 10.0, 100.0])
-        self.note("server", "has its clock set by", step)
-        self.checker.clock_is_set(step)
-        self.store.step_clock(step)
 
     def _clock(self) -> None:
         self.wall_step += self.choose("step of the clock", [-3600.0, 3600.0])

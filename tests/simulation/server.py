@@ -40,11 +40,8 @@ class Store:
     Attributes:
         kind: which server it is: "valkey" (9), "redis" (8.4), "redis7" (to 8.3) or "redis6".
         keys: the value of each key, and when it expires: bytes, a dict for a hash, a ``SortedSet``, a list.
-        clock_step: the seconds by which the server's wall clock was set forward.
         changed: called with a key, when its value before would have expired, and its new value.
     """
-
-    clock_step = 0.0
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], kind: str = "valkey") -> None:
         self.kind = kind
@@ -74,14 +71,6 @@ class Store:
     def clear(self) -> None:
         for key in list(self.keys):
             self.set(key, None)
-
-    def step_clock(self, seconds: float) -> None:
-        """Set the wall clock, by which keys expire: all of them so much earlier, or later if it is set back."""
-        self.clock_step += seconds
-        for key, (value, expires) in list(self.keys.items()):
-            if expires is not None:
-                self.keys[key] = value, max(self._clock(), expires - seconds)
-                self.get(key)
 
     def execute(self, command: Command) -> Any:
         """Execute a command and return its reply; an error is returned as a ``Refusal``."""
@@ -209,7 +198,7 @@ class Store:
     # the server itself
 
     def do_time(self) -> list[bytes]:
-        seconds, rest = divmod(self._wall() + self.clock_step, 1)
+        seconds, rest = divmod(self._wall(), 1)
         return [b"%d" % seconds, b"%d" % (rest * 1e6)]
 
     def do_info(self, *_: bytes) -> bytes:
