@@ -40,26 +40,21 @@ class ServerTimeout(redis.TimeoutError):
 
 
 unanswered: ContextVar[int] = ContextVar("unanswered", default=0)
-"""How many attempts to send a command got no answer in this context: a driver's, redis-py's, and those of our clients.
+"""How many attempts of a driver to send a command got no answer in this context.
 
 If the number has grown meanwhile, a command may have been sent twice, and the first of the two may be yet to arrive.
 """
 
 
-def note_unanswered() -> None:
-    """Count an attempt that got no answer."""
-    unanswered.set(unanswered.get() + 1)
-
-
 def _after(error: Exception, commands: Commands[T], command: Command, *, sends_again: bool) -> tuple[Command, bool]:
     """The command to send after an error, and whether the next one that gets no answer is sent again.
 
-    A command of our own client that got no answer is sent again, but only one for each generator: so it takes no longer
-    than two attempts to know that a server is down. Other clients send again by themselves.
+    A command that got no answer is sent again, but only one for each generator: so it takes no longer than two attempts
+    to know that a server is down. A client of redis-py's, as of ``Lock``, sends again by itself.
     """
     error = as_trouble(error)
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
-        note_unanswered()
+        unanswered.set(unanswered.get() + 1)
         if sends_again and not isinstance(error, ServerTimeout):
             return command, False
     return commands.throw(error), sends_again
@@ -68,8 +63,7 @@ def _after(error: Exception, commands: Commands[T], command: Command, *, sends_a
 def as_trouble(error: Exception) -> Exception:
     """The error if it is redis-py's, the system's or a signal handler's, else a ``ConnectionError`` caused by it.
 
-    The user's code that connects may raise any exception. And redis-py raises ``ValueError`` or ``AttributeError`` if
-    another thread closes the user's client during a command.
+    The user's code that connects, such as a provider of credentials, may raise any exception.
     """
     if isinstance(error, TROUBLE) or is_of_signal_handler(error):
         return error

@@ -5,10 +5,10 @@ To look acquires no key. A release compares the value that was seen: another hol
 
 import inspect
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from redis.exceptions import AskError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from . import settings
 from .connections.nodes import ClusterNodes, Node
@@ -128,7 +128,7 @@ def holder_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Hol
             the key.
     """
     server, key = _call(function, args, kwargs)
-    return Holder.parse(_ask(server, ("GET", key)) or b"")
+    return Holder.parse(_ask(server.client, ("GET", key)) or b"")
 
 
 def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
@@ -145,7 +145,7 @@ def release(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
             the key.
     """
     server, key = _call(function, args, kwargs)
-    value = _ask(server, ("GET", key))
+    value = _ask(server.client, ("GET", key))
     return value is not None and release_now(server.client, server.features, key, value).status == "held"
 
 
@@ -205,13 +205,13 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return options.server, options.prefix + key
 
 
-def _ask(server: Server, command: Command) -> Any:
+def _ask(client: Any, command: Command) -> Any:
     """The reply to a command, which is sent again, as a call's is, if the server has closed the connection."""
 
     def alone() -> Commands[Any]:
         return (yield command)
 
-    return drive(server.client, alone())
+    return drive(client, alone())
 
 
 def _nodes_of(server: Server) -> ClusterNodes | Node:
@@ -222,10 +222,12 @@ def _nodes_of(server: Server) -> ClusterNodes | Node:
 def _scan(server: Server, pattern: str) -> Iterator[Held]:
     seen: set[bytes] = set()  # SCAN may show a key more than once
     for node in _nodes_of(server).all():
-        scanned = node.client.scan_iter(match=pattern, count=_AT_ONCE, NEVER_DECODE=True)
-        while batch := set(islice(scanned, _AT_ONCE)):
-            yield from _read(server, node, list(batch - seen))
-            seen |= batch
+        cursor: Any = 0
+        while cursor != b"0":
+            cursor, batch = _ask(node.client, ("SCAN", cursor, "MATCH", pattern, "COUNT", _AT_ONCE))
+            if unseen := {*batch} - seen:
+                yield from _read(server, node, list(unseen))
+            seen |= unseen
 
 
 def _read(server: Server, node: Node, keys: list[bytes]) -> Iterator[Held]:
@@ -233,8 +235,9 @@ def _read(server: Server, node: Node, keys: list[bytes]) -> Iterator[Held]:
     commands = [(name, key) for key in keys for name in ("GET", "PTTL")]
     replies = node.send(commands, pause=0.0)
     for number, reply in enumerate(replies):
-        if isinstance(reply, AskError):  # the base class of MovedError: the slot is moving
-            replies[number] = _ask(server, commands[number])
+        # AskError is the base class of MovedError: the slot is moving. Or the server has closed the connection.
+        if isinstance(reply, (AskError, RedisConnectionError)):
+            replies[number] = _ask(server.client, commands[number])
     for key, stored, milliseconds in zip(keys, replies[::2], replies[1::2], strict=True):
         value: Any = b"" if is_of_another_type(stored) else stored
         for reply in (value, milliseconds):

@@ -1,9 +1,9 @@
-"""Clients as users have them: of one server in several ways, of what a Sentinel watches, and of a cluster."""
+"""Clients as users have them: of one server, of what a Sentinel watches, and of a cluster."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,38 +24,7 @@ BY_A_SENTINEL = 2
 """Connections to the server that it watches, for commands and for messages."""
 
 
-class Subclass(redis_py.Redis):
-    """A client of the user's own."""
-
-
-class Behind:
-    """What stands before a client, as Flask-Redis's: it has what the client has, and a copy of it has no client."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
-
-
-def _with_pool_that_waits(url: str, **options: Any) -> Any:
-    return redis_py.Redis(connection_pool=redis_py.BlockingConnectionPool.from_url(url, **options))
-
-
-OF_ONE_SERVER: dict[str, Callable[..., Any]] = {
-    "plain": redis_py.Redis.from_url,
-    "subclass": Subclass.from_url,
-    "behind an object": lambda url, **options: Behind(redis_py.Redis.from_url(url, **options)),
-    "pool that waits": _with_pool_that_waits,
-    "one connection": lambda url, **options: redis_py.Redis.from_url(url, single_connection_client=True, **options),
-}
-KINDS = [*OF_ONE_SERVER, "Sentinel", "cluster"]
+KINDS = ["plain", "Sentinel", "cluster"]
 
 
 class Clients:
@@ -105,7 +74,7 @@ class Clients:
         if self.kind == "Sentinel":
             manager: Any = Sentinel([("127.0.0.1", self.sentinel_port)])  # type: ignore[no-untyped-call]
             return manager.master_for("watched", **options)
-        return OF_ONE_SERVER[self.kind](self.server.url, **options)
+        return redis_py.Redis.from_url(self.server.url, **options)
 
 
 @contextmanager

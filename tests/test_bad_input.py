@@ -34,7 +34,6 @@ configure_: Any = configure
 subscribe_: Any = subscribe
 KombusClient: Any = PrefixedStrictRedis
 # Of redis-py, which needs another library for it.
-OfSeveralDatabases: Any = type("MultiDBClient", (Redis,), {"__module__": "redis.multidb.client"})
 
 
 class LazyText:
@@ -273,10 +272,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"redis": value}, FOR_ASYNC) for value in (redis.asyncio.Redis(), redis.asyncio.Redis)),
     ({"redis": valkey.Valkey()}, "redis= a client of valkey-py"),
     ({"redis": valkey.asyncio.Valkey()}, "write the server's URL, redis://"),
-    ({"redis": OfSeveralDatabases()}, "give the client or URL of one"),
     ({"redis": KombusClient(global_keyprefix="a:")}, "write a URL, and prefix='a:only_one:'"),
-    *(({"redis": value}, "leave encoding= out") for value in ("redis://h?encoding=latin-1", Redis(encoding="utf-16"))),
-    ({"redis": lambda: Redis(encoding="latin-1")}, "client with encoding='latin-1'"),
     ({"redis": lambda: None}, "return a client of redis-py"),
     ({"redis": lambda: valkey.Valkey()}, "write the server's URL"),
     ({"redis": lambda: "localhost"}, f"redis='localhost' is not a URL of Redis: {URL}"),

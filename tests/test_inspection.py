@@ -93,18 +93,17 @@ def server_of(client: Any) -> Any:
     return SimpleNamespace(client=client)
 
 
-def test_a_key_that_is_shown_again_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_shown_again_is_listed_once() -> None:
     """As SCAN may show it."""
-    monkeypatch.setattr(inspection, "_AT_ONCE", 1)
     client = Mock()
-    client.scan_iter.return_value = iter([b"a", b"b", b"a"])
-    client.pipeline().execute.side_effect = [[b"x", -1], [b"x", -1], []]
+    client.send_raw.side_effect = [[b"7", [b"a"]], [b"8", []], [b"9", [b"b"]], [b"0", [b"a"]]]
+    client.send.side_effect = [[b"x", -1], [b"x", -1]]
     assert [each.key for each in inspection._scan(server_of(client), "*")] == ["a", "b"]
 
 
 def test_a_key_that_expires_after_it_was_read_has_no_time_left() -> None:
     client = Mock()
-    client.pipeline().execute.return_value = [b"x", -2]  # of GET and PTTL
+    client.send.return_value = [b"x", -2]  # of GET and PTTL
     (found,) = inspection._read(server_of(client), Node(client), [b"k"])
     assert (found.value, found.expires_in) == (b"x", 0.0)
 

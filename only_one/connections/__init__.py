@@ -1,1 +1,1 @@
-"""Connections to the server: pinned between commands, safe when interrupted, for asyncio, Sentinel and Cluster."""
+"""Connections to the server: kept between commands, safe when interrupted, for asyncio, Sentinel and Cluster."""

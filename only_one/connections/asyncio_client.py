@@ -9,8 +9,9 @@ import redis
 from only_one.clock import now
 from only_one.driver import Command, ServerTimeout
 
-from .asyncio_connections import NO_LIMIT, ClusterConnections, KeptConnections
+from .asyncio_connections import ClusterConnections, KeptConnections
 from .slots import Slots
+from .timeouts import NO_LIMIT
 
 _MOST_CONNECTIONS = 32
 """The most connections of one client: each event loop has a client for each server.
@@ -24,9 +25,8 @@ class AsyncClient:
 
     redis-py's pools refuse such commands, or can lose a connection for good when a task is cancelled.
 
-    Once the server is known to be down, all commands that wait give up. It is down if a command has timed out, and then
-    another that had waited for it. One time-out says little: the event loop may have been busy with thousands of calls,
-    and have read no reply meanwhile.
+    If a command times out, and no other was answered meanwhile, the server is taken for down: all commands that wait
+    give up, because each would wait for as long.
 
     After an exception of a signal handler a new client is made. The exception may have left a connection with a reply
     yet to come; and a turn, or a lock, that an ``async with`` had just acquired may stay acquired.
@@ -49,9 +49,7 @@ class AsyncClient:
         """
         self._make = make
         self._most = min(most, _MOST_CONNECTIONS)
-        # By `now()`; 0 for never. The server is in doubt from a first time-out on until a command is answered, and
-        # known to be down once a second time-out confirms that.
-        self._answered_at = self._doubted_at = self._known_down_at = 0.0
+        self._answered_at = self._down_at = 0.0  # by `now()`; 0 for never
         self.to_be_closed: set[Any] = set()
         self._begin()
 
@@ -67,16 +65,15 @@ class AsyncClient:
         try:
             async with turns:
                 client = self.client  # a new one may have been made meanwhile
-                if self._known_down_at > asked:
+                if self._down_at > asked:
                     msg = "Timeout waiting for a connection: the server did not answer on any"
                     raise ServerTimeout(msg)  # noqa: TRY301 - a time-out like any other
                 sent = now()
                 try:
                     reply = await client.send_raw(command)
-                except redis.TimeoutError as error:  # a `ServerTimeout`: no node of a cluster replies
-                    if isinstance(error, ServerTimeout) or self._confirms_doubt(asked, sent):
-                        self._known_down_at = now()
-                        raise ServerTimeout(*error.args) from None
+                except redis.TimeoutError:
+                    if self._answered_at < sent:
+                        self._down_at = now()
                     raise
                 self._answered_at = now()
                 return reply
@@ -90,22 +87,6 @@ class AsyncClient:
         finally:
             if client is not self.client:
                 self.to_be_closed.add(client)
-
-    def _confirms_doubt(self, asked: float, sent: float) -> bool:
-        """Whether a time-out confirms the doubt of the server that an earlier one has begun; else it begins one.
-
-        Args:
-            asked: when the command that has timed out began to wait for its turn, by ``now()``.
-            sent: when it was sent.
-        """
-        if self._answered_at > sent:  # another command was answered meanwhile
-            return False
-        waited_for_the_first = asked < self._doubted_at <= sent
-        confirms = waited_for_the_first and self._doubted_at > self._answered_at
-        was_sent_beside_the_first = sent < self._doubted_at
-        if not confirms and not was_sent_beside_the_first:
-            self._doubted_at = now()
-        return confirms
 
     async def close_what_is_left(self) -> None:
         """Close the connections of the earlier clients."""

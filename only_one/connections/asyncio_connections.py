@@ -15,15 +15,12 @@ from only_one.signatures import signature
 
 from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed
 from .slots import Address, Sender, Slots, Trip
-from .timeouts import NO_NOTICES
+from .timeouts import NO_LIMIT, NO_NOTICES
 
 _PARSER = {"parser_class": parser} if (parser := getattr(cluster, "ClusterParser", None)) else {}
 """redis-py 5 has another parser for a cluster's errors. Without a cluster there are none."""
 
 _sentinel: Any = sentinel  # a module without types
-
-NO_LIMIT = 2**31
-"""The number of connections of a pool that makes as many as its commands ask for."""
 
 
 class KeptConnections:

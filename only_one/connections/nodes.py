@@ -11,11 +11,11 @@ import redis
 from redis import exceptions
 
 from only_one.clock import now
-from only_one.driver import RAW, TROUBLE, Command, ServerTimeout, drive, is_of_signal_handler
+from only_one.driver import TROUBLE, Command, ServerTimeout, drive, is_of_signal_handler
 
-from .connection_pool import OF_ALL_CONNECTIONS, guarded
+from .connection_pool import OF_ALL_CONNECTIONS, KeptConnections
 from .slots import Address, Sender, Slots, Trip
-from .timeouts import closed_when_collected, short_timeouts, with_short_timeouts
+from .timeouts import SHORT_TIMEOUTS
 
 _FIRST_PAUSE = 0.05
 
@@ -36,7 +36,7 @@ class Node:
     """One server, or one node of a cluster.
 
     Attributes:
-        client: a client of it, with short time-outs if it is for the renewing thread.
+        client: the connections to it, with short time-outs if it is for the renewing thread.
         backs_off_until: until when it is left alone because it could not be reached, by ``clock.now()``.
     """
 
@@ -64,18 +64,13 @@ class Node:
             The reply to each command, as bytes, or its error.
         """
         try:
-            pipeline = self.client.pipeline(transaction=False)
-            for command in commands:
-                pipeline.execute_command(*command, **RAW)
-            replies: list[Any] = pipeline.execute(raise_on_error=False)
+            replies: list[Any] = self.client.send(commands)
         except Exception as error:
             if is_of_signal_handler(error):
                 raise
             self.fail(pause)
             return [error] * len(commands)
         self._pause = _FIRST_PAUSE
-        if any(isinstance(each, redis.ReadOnlyError) for each in replies):  # see `OF_ALL_CONNECTIONS`
-            self.client.connection_pool.disconnect(inuse_connections=False)
         return replies
 
     def fail(self, pause: float | None = None) -> None:
@@ -91,10 +86,10 @@ class MasterNode(Node):
     to renew.
     """
 
-    def __init__(self, client: Any, given: Any) -> None:
-        """See ``Node``; ``given`` is the user's client of the same master, which must leave it, too."""
+    def __init__(self, client: KeptConnections, of_calls: KeptConnections) -> None:
+        """See ``Node``; ``of_calls`` are the connections of calls to the same master, which must leave it, too."""
         super().__init__(client)
-        self._pools = client.connection_pool, given.connection_pool
+        self._clients = client, of_calls
         self._asks_from = 0.0  # by `now()`
 
     def send(self, commands: Sequence[Command], pause: float | None = None) -> list[Any]:
@@ -106,14 +101,14 @@ class MasterNode(Node):
     def _find_master(self) -> None:
         """Ask the first Sentinel; if the master was replaced, close the idle connections of both clients."""
         began = now()
-        pool = self._pools[0]
+        pool = self.client.connection_pool
         sentinels = pool.sentinel_manager.sentinels
         manager = copy.copy(pool.sentinel_manager)
         manager.sentinels = sentinels[:1]
         try:
             if pool.master_address not in (None, manager.discover_master(pool.service_name)):
-                for each in self._pools:
-                    each.disconnect(inuse_connections=False)
+                for each in self._clients:
+                    each.close_idle()
         except TROUBLE:
             sentinels.append(sentinels.pop(0))  # so that the next time another Sentinel is asked
         self._asks_from = now() + 9 * (now() - began)
@@ -132,17 +127,18 @@ class ClusterNodes:
 
     sends_again = True
 
-    def __init__(self, slots: Slots, options: dict[str, Any], pause: float | None = None) -> None:
-        """Connect by ``options``, those of redis-py's connections; see ``Node.send`` for ``pause``."""
+    def __init__(self, slots: Slots, longest: dict[str, float], pause: float | None = None) -> None:
+        """See ``own_pool`` for ``longest``, and ``Node.send`` for ``pause``."""
         self.slots = slots
-        self._options, self._pause = options, pause
+        self._longest, self._pause = longest, pause
         self._nodes: dict[Address, _ClusterNode] = {}
         self._sender = Sender(self._make_trip)
 
     def at(self, address: Address) -> "_ClusterNode":
         """The node at an address."""
         if address not in self._nodes:
-            client = closed_when_collected(guarded(self.slots.connect(*address, **self._options)))
+            pool = self.slots.connect(*address, **self.slots.options).connection_pool
+            client = KeptConnections(pool, self._longest)
             self._nodes.setdefault(address, _ClusterNode(client, address, self))  # another thread may be first
         return self._nodes[address]
 
@@ -210,13 +206,18 @@ class _ClusterNode(Node):
         return replies
 
 
-def nodes_of(client: Any) -> ClusterNodes | Node:
-    """The nodes of the server of a client or slots: an object with ``node_of``, for the node of a key, and ``all``."""
-    if isinstance(client, Slots):
-        return ClusterNodes(client, short_timeouts(client.options))
-    made = with_short_timeouts(client)
-    pool = getattr(made, "connection_pool", None)
-    return MasterNode(made, client) if type(pool) is redis.SentinelConnectionPool else Node(made)
+def nodes_of(given: Any, of_calls: Any) -> ClusterNodes | Node:
+    """The nodes of a server, for the renewing thread: an object with ``node_of``, for the node of a key, and ``all``.
+
+    Args:
+        given: the user's client, or a cluster's slots.
+        of_calls: the connections of calls to the same server.
+    """
+    if isinstance(given, Slots):
+        return ClusterNodes(given, SHORT_TIMEOUTS)
+    made = KeptConnections(given.connection_pool, SHORT_TIMEOUTS)
+    is_watched = isinstance(given.connection_pool, redis.SentinelConnectionPool)
+    return MasterNode(made, of_calls) if is_watched else Node(made)
 
 
 def trips(due: Iterable[Any]) -> list[tuple[Node, list[Any]]]:

@@ -8,22 +8,19 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from logging import INFO
 from typing import Any, Union
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import redis
-from redis import backoff, retry
 from redis.client import Pipeline
 
 from only_one.driver import TROUBLE
 from only_one.errors import ConfigurationError
 from only_one.events import log
-from only_one.forks import in_each_child
 from only_one.option_values import check_callable
 from only_one.threads import start_native_thread
 
 from .asyncio_client import AsyncClient, make_async_client
-from .asyncio_connections import NO_LIMIT
-from .connection_pool import PinnedClient, guarded
+from .connection_pool import KeptConnections
 from .nodes import ClusterNodes, Node, nodes_of
 from .server_features import Features
 from .slots import Slots
@@ -55,10 +52,10 @@ class _NoClient:
         self._is_asking = False
         self._server: Server | None = None
 
-    def execute_command(self, *_args: Any, **_options: Any) -> Any:
+    def send(self, _command: object) -> Any:
         raise self._error
 
-    pipeline = scan_iter = execute_command
+    send_raw = send
 
     @property
     def nodes(self) -> ClusterNodes | Node:
@@ -79,18 +76,6 @@ class _NoClient:
         self._is_asking = False
 
 
-_servers: WeakSet["Server"] = WeakSet()
-
-
-def _begin_anew_in_child() -> None:
-    """Leave the renewing thread's clients to the parent: at the fork, its thread may have acquired a lock of theirs."""
-    for server in _servers:
-        server.begin_anew_in_child()
-
-
-in_each_child(_begin_anew_in_child)
-
-
 class Server:
     """One server as seen from this process.
 
@@ -103,17 +88,15 @@ class Server:
 
     def __init__(self, client: Any) -> None:
         self._given: Any = client
-        if isinstance(client, redis.RedisCluster):
-            self._given = slots = Slots(client)
-            self.client: Any = ClusterNodes(slots, slots.options, pause=0.0)
-        else:
-            self.client = PinnedClient(client) if PinnedClient.fits(client) else guarded(client)
         self.features = Features()
         self.is_known = not isinstance(client, _NoClient)
+        if isinstance(client, redis.RedisCluster):
+            self._given = slots = Slots(client)
+            self.client: Any = ClusterNodes(slots, {}, pause=0.0)
+        else:
+            self.client = KeptConnections(client.connection_pool, {}) if self.is_known else client
         self.looked_at_from = 0.0
         self._nodes: ClusterNodes | Node | None = None
-        self._inherited: list[object] = []
-        _servers.add(self)
 
     @property
     def nodes(self) -> ClusterNodes | Node:
@@ -124,13 +107,8 @@ class Server:
         if isinstance(self._given, _NoClient):
             return self._given.nodes
         if self._nodes is None:
-            self._nodes = nodes_of(self._given)
+            self._nodes = nodes_of(self._given, self.client)
         return self._nodes
-
-    def begin_anew_in_child(self) -> None:
-        """Have the nodes made anew when needed. The parent's are never closed, which might wait for that lock."""
-        self._inherited.append(self._nodes)
-        self._nodes = None
 
     def node_of(self, key: str | bytes) -> Node:
         """The one of these nodes that stores ``key``."""
@@ -210,17 +188,12 @@ def _url_problem(url: str) -> str | None:
 
 def _client_problem(client: Any) -> str | None:
     """What is wrong with a client or callable, and what to write instead; None for one that can work."""
-    if type(client).__module__.startswith("redis.multidb"):
-        return " a client of several databases, of which each has keys of its own: give the client or URL of one"
     if any(each.__module__.startswith("valkey.") for each in inspect.getmro(type(client))):
         return " a client of valkey-py, and only redis-py's can be used: write the server's URL, redis://host:6379/0"
     if key_prefix := getattr(client, "global_keyprefix", None):  # kombu's, which prefixes keys in few commands only
         return f" a client that prefixes some of the keys: write a URL, and prefix='{key_prefix}only_one:'"
     if inspect.iscoroutinefunction(getattr(client, "execute_command", None)):
         return " an asyncio client: give a sync one or a URL, the asyncio client is made from it"
-    is_encoded = _is_client(client) and hasattr(client, "get_encoder")
-    if is_encoded and (encoding := client.get_encoder().encoding).lower() not in ("utf-8", "utf8"):
-        return f" a client with encoding={encoding!r}, and some commands are sent in UTF-8: leave encoding= out"
     return None if _is_client(client) or callable(client) else f" an object of type {type(client).__name__}: {_INSTEAD}"
 
 
@@ -233,9 +206,7 @@ def find_server(source: Source) -> Server:
     if isinstance(source, str):
         if source not in _from_urls:
             check_source("redis", source)
-            never = retry.Retry(backoff.NoBackoff(), 0)
-            made = Server(redis.Redis.from_url(source, retry=never, max_connections=NO_LIMIT, **OUR_TIMEOUTS))
-            made.client.sends_again = True
+            made = Server(redis.Redis.from_url(source, **OUR_TIMEOUTS))
             if _from_urls.setdefault(source, made) is made:
                 log(INFO, "locks are kept in %s", masked(source), extra={"only_one_server": masked(source)})
         return _from_urls[source]
@@ -258,8 +229,9 @@ def find_server(source: Source) -> Server:
 
 
 def _is_client(source: object) -> bool:
-    sends = hasattr(source, "execute_command") and hasattr(source, "register_script")  # unlike a PubSub
-    return sends and not isinstance(source, (type, Pipeline))
+    connects = hasattr(source, "connection_pool") or isinstance(source, redis.RedisCluster)
+    is_pub_sub = not hasattr(source, "register_script")
+    return connects and not is_pub_sub and not isinstance(source, (type, Pipeline))
 
 
 def masked(url: str) -> str:
@@ -281,13 +253,13 @@ def _address(pool: Any) -> str:
 _asked: set[str] = set()  # the addresses of the servers that have replied
 
 
-def eviction_warning(client: Any) -> str | None:
+def eviction_warning(client: KeptConnections) -> str | None:
     """Ask a server whether it evicts keys when its memory is full: one round trip, not repeated once it has replied.
 
     The ``volatile-`` policies evict our keys, too, because these expire.
 
     Args:
-        client: a client of redis-py, of one node.
+        client: the connections to one node.
 
     Returns:
         The text of a warning; None if there is nothing to warn of, or the server does not tell.
@@ -295,17 +267,16 @@ def eviction_warning(client: Any) -> str | None:
     Raises:
         RedisError: if the server cannot be asked.
     """
-    if not hasattr(client, "connection_pool"):  # the server's address is not known
-        return None
     server = _address(client.connection_pool)
     if server in _asked:
         return None
-    memory: dict[str, Any] = {}
-    with suppress(redis.ResponseError):  # the user lacks the right
-        memory = client.info("memory")
+    (reply,) = client.send([("INFO", "memory")])
     _asked.add(server)
-    policy = str(memory.get("maxmemory_policy"))
-    if not policy.startswith(("allkeys-", "volatile-")) or not memory.get("maxmemory"):
+    if isinstance(reply, Exception):  # the user lacks the right
+        return None
+    memory = dict(re.findall(r"(?m)^(maxmemory|maxmemory_policy):(\S+)", reply.decode()))
+    policy = memory.get("maxmemory_policy", "")
+    if not policy.startswith(("allkeys-", "volatile-")) or memory.get("maxmemory") == "0":
         return None
     problem = f"{server} evicts keys when its memory is full (maxmemory-policy {policy}), and a run may lose its key so"
     return f"{problem}: write maxmemory-policy noeviction in its configuration, or give redis= a server that has it"

@@ -1,4 +1,4 @@
-"""Time-outs: those of our own client, and clients with shorter ones for the renewing thread, also for Sentinels."""
+"""Pools of our own, which connect as a user's client does, and their time-outs."""
 
 import copy
 from contextlib import suppress
@@ -20,38 +20,35 @@ with suppress(ImportError):
 
     NO_NOTICES["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
 
-OUR_TIMEOUTS: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5, **NO_NOTICES}
+OUR_TIMEOUTS: dict[str, Any] = {"socket_timeout": 0.9, "socket_connect_timeout": 0.5}
 """Seconds that our own client waits for a reply and a connection; with one retry, it knows in 2 s of a dead server."""
 
+SHORT_TIMEOUTS: dict[str, float] = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
+"""The most seconds for which the renewing thread waits for one node, because other nodes have keys to renew, too."""
 
-def with_short_timeouts(client: Any) -> Any:
-    """A client of the same server with short time-outs; ``client`` itself if none can be made."""
-    pool: Any = getattr(client, "connection_pool", None)
-    if type(pool) not in (redis.ConnectionPool, redis.BlockingConnectionPool, redis.SentinelConnectionPool):
-        return client
-    options = short_timeouts({"retry": None, **pool.connection_kwargs, "connection_class": pool.connection_class})
-    if type(pool) is not redis.SentinelConnectionPool:
-        return closed_when_collected(redis.Redis(connection_pool=redis.ConnectionPool(**options)))
-    manager = copy.copy(pool.sentinel_manager)
-    manager.sentinels = [with_short_timeouts(each) for each in manager.sentinels]
+NO_LIMIT = 2**31
+"""The number of connections of a pool that makes as many as its commands ask for."""
+
+
+def own_pool(pool: Any, longest: dict[str, float]) -> Any:
+    """A pool that connects as ``pool`` does, but without retries: whoever sends the commands repeats them.
+
+    Args:
+        pool: the pool of a sync client of redis-py, of any class.
+        longest: the longest time-outs, by the names of redis-py's options; empty for those of ``pool``.
+    """
+    options = {**pool.connection_kwargs, **NO_NOTICES, "retry": retry.Retry(backoff.NoBackoff(), 0)}
+    options.update(connection_class=pool.connection_class, max_connections=NO_LIMIT)
+    for name, seconds in longest.items():
+        options[name] = min(options.get(name) or seconds, seconds)
+    if not isinstance(pool, redis.SentinelConnectionPool):
+        return redis.ConnectionPool(**options)
+    del options["connection_pool"]  # the user's own
+    manager: Any = copy.copy(pool.sentinel_manager)
+    pools = [own_pool(each.connection_pool, longest) for each in manager.sentinels]
+    manager.sentinels = [redis.Redis(connection_pool=each) for each in pools]
+    for client, of_sentinel in zip(manager.sentinels, pools, strict=True):
+        finalize(client, of_sentinel.disconnect).atexit = False  # Python would warn of an open socket
     options.update(is_master=pool.is_master, check_connection=pool.check_connection)
     kind: Any = redis.SentinelConnectionPool
-    return closed_when_collected(redis.Redis(connection_pool=kind(pool.service_name, manager, **options)))
-
-
-def closed_when_collected(client: Any) -> Any:
-    """The same client, whose connections are closed when it is collected: an open socket would warn then."""
-    finalize(client, client.connection_pool.disconnect).atexit = False
-    return client
-
-
-def short_timeouts(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of a connection, with short time-outs and without retries."""
-    options = {**given, **NO_NOTICES}
-    options.pop("connection_pool", None)  # the user's own, in the options of a Sentinel's connection
-    # The most seconds for which the renewing thread waits for one node, because other nodes have keys to renew, too.
-    for name, longest in {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}.items():
-        options[name] = min(options.get(name) or longest, longest)
-    if "retry" in options:
-        options["retry"] = retry.Retry(backoff.NoBackoff(), 0)
-    return options
+    return kind(pool.service_name, manager, **options)

@@ -20,7 +20,7 @@ from only_one.connections.nodes import LONG_TURN, Node
 from only_one.connections.server import Server, eviction_warning
 from only_one.connections.server_features import is_forbidden, is_of_another_type
 from only_one.events import log, logger
-from only_one.forks import in_each_child
+from only_one.forks import in_each_child, see_fork
 from only_one.threads import start_native_thread
 
 from .commands import RENEW
@@ -246,7 +246,8 @@ in_each_child(lambda: _Renewer.__init__(_renewer))
 
 
 def finish_pending_releases() -> None:
-    """At the end of the process, send the releases that are pending."""
+    """At the end of the process, send the releases that are pending; a forked child has none of its parent's."""
+    see_fork()
     _renewer.pending_releases.finish()
 
 

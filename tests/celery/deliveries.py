@@ -267,4 +267,4 @@ def withdraw(server: Any, key: str, number: int) -> None:
     triggers = coalescing.triggers_of(key)
     names: Any = {"note": f"{{{key}}}:note", "triggers": triggers, "number": number}
     withdrawal = Withdrawal(server, key, b"its words", now() + 60, no_write_in_flight=True, **names)
-    server.client.execute_command(*withdrawal.command())
+    server.client.send_raw(withdrawal.command())

@@ -12,11 +12,10 @@ from celery import Celery, current_task
 from celery.app.task import Context
 from celery.exceptions import Ignore
 from celery.signals import task_revoked
-from redis import Redis
 
 from only_one import Acquired, AlreadyRunning, Reclaimed, Released, fail
 from only_one.clock import now
-from only_one.connections.connection_pool import PinnedClient
+from only_one.connections.connection_pool import KeptConnections
 from only_one.events import Event
 from only_one.lock import commands
 from only_one.settings import DEFAULT_LEASE
@@ -97,21 +96,22 @@ def test_a_task_whose_key_is_taken_over_while_it_is_published_has_its_key_until_
     assert keys.lives_for(lives_for)
 
 
-def test_a_task_that_is_received_at_that_moment_keeps_no_other_run_out(tasks: Any, redis_url: str, keys: Keys) -> None:
+def test_a_task_that_is_received_at_that_moment_keeps_no_other_run_out(
+    tasks: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When another run asks for its key."""
+    send, received = KeptConnections.send, tasks().value.replace(b'"queued"', b'"received"')
 
-    class Client(Redis):
-        """Of which the first command is answered, and then a worker receives the task."""
+    def send_and_receive(client: KeptConnections, commands: Any) -> Any:
+        """The first command is answered, and then a worker receives the task."""
+        replies = send(client, commands)
+        if commands[0][0] == "SET":
+            keys.redis.set(f"{keys.prefix}k", received, px=round(DEFAULT_LEASE * 500))
+        return replies
 
-        def execute_command(self, *args: Any, **options: Any) -> Any:
-            reply = super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
-            if args[0] == "SET":
-                keys.redis.set(f"{keys.prefix}k", received, px=round(DEFAULT_LEASE * 500))
-            return reply
-
-    received = tasks().value.replace(b'"queued"', b'"received"')
-    with Client.from_url(redis_url) as client:
-        assert decorated(key="k", redis=client)(done)() == "done"
+    with monkeypatch.context() as while_it_asks:
+        while_it_asks.setattr(KeptConnections, "send", send_and_receive)
+        assert decorated(key="k")(done)() == "done"
     assert keys.holder().state == "received"
     assert DEFAULT_LEASE / 2 < keys.left() <= DEFAULT_LEASE, "the worker could not renew it meanwhile"
 
@@ -151,7 +151,7 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
             return
         with monkeypatch.context() as cut:
             if how == "cut off":  # it cannot say that it has ended
-                cut.setattr(PinnedClient, "send_raw", raises(ConnectionError()))
+                cut.setattr(KeptConnections, "send", raises(ConnectionError()))
             result = queue.deliver_elsewhere(message)
         assert how == "cut off" or isinstance(result, AlreadyRunning if how == "failed" else type(None))
 

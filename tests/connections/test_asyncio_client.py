@@ -9,8 +9,8 @@ import asyncio
 import gc
 import random
 import warnings
-from collections import defaultdict
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 from weakref import ref
@@ -22,7 +22,7 @@ from redis import asyncio as redis_asyncio
 from only_one import LockUnavailable, current_lock, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.server import Server, find_server
-from only_one.connections.timeouts import with_short_timeouts
+from only_one.connections.timeouts import SHORT_TIMEOUTS, own_pool
 from only_one.driver import ServerTimeout
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT
@@ -171,7 +171,7 @@ def test_our_own_connections_hear_no_news_of_maintenance(redis_url: str, said: d
     notices = pytest.importorskip("redis.maint_notifications")
     options = {"maint_notifications_config": notices.MaintNotificationsConfig(**said)} if said else {}
     pool: Any = redis_py.ConnectionPool.from_url(redis_url, protocol=3, **options)
-    of_the_thread: Any = with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    of_the_thread = own_pool(pool, SHORT_TIMEOUTS)
     assert not of_the_thread.maint_notifications_enabled()
     from_url: Any = find_server(f"{redis_url}?protocol=3").client.connection_pool
     assert not from_url.maint_notifications_enabled()
@@ -268,70 +268,32 @@ def test_a_cancellation_that_redis_py_loses_ends_the_call(redis_url: str) -> Non
         asyncio.run(cancel_after(steps))
 
 
-class Commands:
-    """Commands of a client with two connections, of which each ends as its name says, once the test lets it."""
+@pytest.mark.parametrize("is_down", [True, False])
+def test_commands_that_wait_for_a_connection_give_up_unless_the_server_answers_another(*, is_down: bool) -> None:
+    """When a command times out; and one that is cancelled leaves its turn to those that wait."""
+    names = ("times out", "another", "cancelled", "third", "fourth")
 
-    def __init__(self) -> None:
-        self._client = AsyncClient(lambda: self, 2)
-        self._may_end: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self.tasks: dict[str, asyncio.Task[Any]] = {}
+    async def main() -> None:
+        replies = {name: asyncio.get_running_loop().create_future() for name in names}
 
-    async def send_raw(self, command: Any) -> Any:
-        await self._may_end[command].wait()
-        if command.startswith("times out"):
-            raise redis_py.TimeoutError
-        return command
+        async def reply_to(name: Any) -> Any:
+            return await replies[name[0]]
 
-    async def send(self, *commands: Any) -> None:
-        for command in commands:
-            self.tasks[command] = asyncio.create_task(self._client.send_raw(command))
+        client = AsyncClient(lambda: SimpleNamespace(send_raw=reply_to), 2)
+        times_out, another, cancelled, *waiting = [asyncio.create_task(client.send_raw((name,))) for name in names]
         await asyncio.sleep(0)
-
-    async def end(self, *commands: str, error: type[Exception] = redis_py.TimeoutError) -> None:
-        """Have each end, one after the other; by this error, if it times out."""
-        for command in commands:
-            self._may_end[command].set()
-            with pytest.raises(error, match=r"^$") if "times out" in command else nullcontext() as caught:
-                assert await asyncio.wait_for(self.tasks[command], LIMIT) == command
-            assert caught is None or caught.type is error
-            await asyncio.sleep(0)  # the next one is sent
-
-
-def test_commands_that_wait_for_a_connection_give_up_when_the_server_is_down() -> None:
-    """Time-outs of commands that were sent together say nothing, as the loop may have been busy; one sent later does.
-
-    A command that was cancelled takes no turn.
-    """
-
-    async def main() -> None:
-        commands = Commands()
-        await commands.send("times out", "times out too", "times out later", "answered", "cancelled", "waits")
-        commands.tasks["cancelled"].cancel()
-        await commands.end("times out", "times out too")
-        await commands.end("times out later", error=ServerTimeout)
-        with pytest.raises(ServerTimeout, match=r"^Timeout .* did not answer on any$"):
-            await asyncio.wait_for(commands.tasks["waits"], LIMIT)
-        await commands.end("answered")
-
-    asyncio.run(main())
-
-
-def test_commands_that_wait_for_a_connection_go_on_while_the_server_answers_others() -> None:
-    async def main() -> None:
-        commands = Commands()
-        await commands.send("first", "times out", "second", "times out later", "third", "times out last", "fourth")
-        await commands.end("first", "times out", "times out later", "second", "times out last", "third", "fourth")
-
-        # Nor is one that timed out long ago the first of two.
-        await commands.send("times out alone")
-        await commands.end("times out alone")
-        await commands.send("times out again", "fifth", "sixth")
-        await commands.end("times out again", "fifth", "sixth")
-
-        # One that is cancelled leaves its turn to those that wait.
-        await commands.send("cancelled", "cancelled too", "seventh")
-        commands.tasks["cancelled"].cancel()
-        await commands.end("seventh")
+        cancelled.cancel()
+        if not is_down:
+            replies["another"].set_result("its reply")
+            assert await another == "its reply"
+        replies["times out"].set_exception(redis_py.TimeoutError())
+        with pytest.raises(redis_py.TimeoutError, match=r"^$"):
+            await times_out
+        for name in {*names} - {"times out", "another"}:
+            replies[name].set_result(name)
+        ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT)
+        assert [type(each) for each in ended] == [ServerTimeout if is_down else str] * 2
+        another.cancel()
 
     asyncio.run(main())
 

@@ -26,7 +26,6 @@ from only_one import ConfigurationError, LockUnavailable, current_lock
 from only_one.connections import server as servers
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.clients import Subclass
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
 from tests.interruptions import (
     Interruption,
@@ -119,9 +118,6 @@ def provider(refuse: Callable[[], Any]) -> Any:
     return Mock(spec=redis_py.CredentialProvider, get_credentials=refuse, get_credentials_async=refuse_async)
 
 
-kinds = pytest.mark.parametrize("kind", [redis_py.Redis, Subclass])
-
-
 def raises_once() -> None:
     raise SecretsAreElsewhere
 
@@ -151,38 +147,15 @@ def raises_in_place_of_a_signal_s() -> None:
         raise SecretsAreElsewhere from error
 
 
-@kinds
 @both
 @pytest.mark.parametrize("refuse", [raises_once, raises_its_cause_again, raises_in_place_of_a_signal_s])
 def test_whatever_is_raised_while_connecting(
-    redis_url: str, prefix: str, kind: type[redis_py.Redis], decorate: Decorate, refuse: Callable[[], Any]
+    redis_url: str, prefix: str, decorate: Decorate, refuse: Callable[[], Any]
 ) -> None:
-    client = kind.from_url(redis_url, credential_provider=provider(refuse))
+    client = redis_py.Redis.from_url(redis_url, credential_provider=provider(refuse))
     told = pytest.raises(LockUnavailable, match=f"{prefix}k.*SecretsAreElsewhere")
     with handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1), client, told:
         decorate(lambda: "done", redis=client)()
-
-
-@kinds
-def test_a_client_that_another_thread_closes_when_a_reply_has_come(
-    redis_url: str, redis: redis_py.Redis, key: str, kind: type[redis_py.Redis]
-) -> None:
-    """redis-py raises the error of its closed buffer then, and none of its own."""
-    client = kind.from_url(redis_url)
-    run = decorated(lambda: "done", redis=client)
-    assert run() == "done"
-
-    def at_reply(_: object, event: str, function: Any) -> None:
-        if event == "c_return" and function.__name__ == "recv":
-            sys.setprofile(None)
-            client.close()
-
-    sys.setprofile(at_reply)
-    with pytest.raises(LockUnavailable, match="ValueError"):
-        run()
-    assert eventually(lambda: not redis.exists(key))
-    assert run() == "done"
-    client.close()
 
 
 @both
@@ -191,10 +164,7 @@ def test_a_server_that_is_down_while_what_a_signal_has_raised_is_handled(proxy: 
         while_handling(SoftTimeLimitExceeded, decorate(lambda: "done", redis=proxy.url))
 
 
-@kinds
-def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
-    redis_url: str, kind: type[redis_py.Redis]
-) -> None:
+def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(redis_url: str) -> None:
     def look_up() -> Any:
         try:
             raises_once()
@@ -203,7 +173,7 @@ def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(
 
     with (
         handled(raises(SoftTimeLimitExceeded), signal.SIGUSR1),
-        kind.from_url(redis_url, credential_provider=provider(look_up)) as client,
+        redis_py.Redis.from_url(redis_url, credential_provider=provider(look_up)) as client,
         pytest.raises(SoftTimeLimitExceeded) as caught,
     ):
         decorated(lambda: "done", redis=client)()
@@ -260,9 +230,8 @@ def test_what_a_signal_raises_while_a_reply_is_awaited_reaches_the_caller_and_th
 
 @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, Interruption])
 @pytest.mark.parametrize("names", [("HELLO", "CLIENT"), ("SET",), RELEASES], ids=["connecting", "acquire", "release"])
-@kinds
 def test_what_another_thread_raises_while_a_reply_is_awaited_reaches_the_caller_and_the_key_is_freed(
-    proxy: Proxy, redis: redis_py.Redis, key: str, error: type[BaseException], names: tuple[str, ...], kind: Any
+    proxy: Proxy, redis: redis_py.Redis, key: str, error: type[BaseException], names: tuple[str, ...]
 ) -> None:
     """As time limits do in threads: Python raises it in the code that runs there, with no frame of the other thread."""
     held, here = proxy.hold_up(*names), threading.get_ident()
@@ -273,6 +242,6 @@ def test_what_another_thread_raises_while_a_reply_is_awaited_reaches_the_caller_
         held.let_go()
 
     threading.Thread(target=raise_there).start()
-    with garbage_left(), kind.from_url(proxy.url) as client, pytest.raises(error):
+    with garbage_left(), BY_DEFAULT.from_url(proxy.url) as client, pytest.raises(error):
         decorated(lambda: None, redis=client)()
     assert eventually(lambda: not redis.exists(key))

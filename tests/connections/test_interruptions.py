@@ -15,7 +15,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -26,21 +26,11 @@ import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 
 from only_one import LockUnavailable, current_lock, inspection, only_one
-from only_one.connections.connection_pool import guarded
 from only_one.connections.server import Server
 from rigs.waiting import LIMIT, eventually
-from tests.clients import Clients
+from tests.clients import Clients, clients
 from tests.decorated import as_async, decorated
-from tests.interruptions import Interruption, handled, raises, while_handling
-
-
-def ours_of(client: Any) -> Any:
-    """The client that sends our commands in place of a user's; of a cluster, that of the one node."""
-    if isinstance(client, redis_py.RedisCluster):
-        nodes: Any = Server(client).client
-        return nodes.node_of("k").client
-    return guarded(client)
-
+from tests.interruptions import Interruption, handled, raises
 
 MOST = 100
 """Moments in one call; there are some ten."""
@@ -142,27 +132,6 @@ def test_a_command_that_is_interrupted(
 
 
 @both
-def test_commands_of_one_trip_that_are_interrupted_when_they_are_sent_again(
-    those: Clients, moments: Moments, prefix: str, error: type[BaseException]
-) -> None:
-    """By redis-py, as their connection was broken: a cluster's client sends each by itself then."""
-    names = [f"{{{prefix}}}{which}" for which in "ab"]
-    those.witness.mset(dict(zip(names, "ab", strict=True)))
-    for number in moments.each():
-        with those.connected() as client:
-            ours = ours_of(client)
-            assert ours.get(names[0]) == b"a"
-            pipeline = ours.pipeline(transaction=False)
-            for name in names:
-                pipeline.get(name)
-            those.break_connections()
-            # What is raised while redis-py looks at a cluster anew, it takes for an error of the node.
-            with moments.interrupted_at(number, error), suppress(redis_py.RedisError):
-                pipeline.execute()
-            assert [ours.get(name) for name in (*names, *names)] == [b"a", b"b", b"a", b"b"], f"at {number}"
-
-
-@both
 def test_a_command_of_an_event_loop_that_is_interrupted(
     those: Clients, moments: Moments, prefix: str, error: type[BaseException]
 ) -> None:
@@ -238,26 +207,6 @@ def test_commands_that_are_forgotten_and_collected_outside_of_their_event_loop(
     assert [str(each.message) for each in warned] == []
 
 
-def test_the_users_client_keeps_its_connections(those: Clients) -> None:
-    """When ours is collected, when the server refuses a command, and when one is sent because of an error."""
-    those.witness.set("k", "no number")
-    with those.connected() as client:
-        client.get("k")
-        ours_of(client).execute_command("GET", "k")
-        ours = ours_of(client)
-        ours.execute_command("GET", "k")
-        opened = those.witness.info("stats")["total_connections_received"]
-        gc.collect()
-        client.get("k")
-        with pytest.raises(redis_py.ResponseError, match="not an integer"):
-            ours.execute_command("INCR", "k")
-        client.get("k")
-        for _ in range(2):
-            while_handling(Interruption, lambda: ours.execute_command("GET", "k"))
-        assert those.witness.info("stats")["total_connections_received"] == opened
-    those.witness.delete("k")
-
-
 def test_what_renews_closes_its_connections_when_it_is_collected(
     those: Clients, warned: list[warnings.WarningMessage]
 ) -> None:
@@ -267,7 +216,7 @@ def test_what_renews_closes_its_connections_when_it_is_collected(
         server.itself = server
         node = server.node_of("k")
         for _ in range(2):  # the second time with a new socket in a connection that is older
-            node.client.connection_pool.disconnect()
+            node.client.close_idle()
             gc.collect(0)
             assert node.send([("GET", "k")]) == [None]
         connected = len(those.witness.client_list())
@@ -277,20 +226,16 @@ def test_what_renews_closes_its_connections_when_it_is_collected(
     assert [str(each.message) for each in warned] == []
 
 
-def test_connections_that_others_use_are_left_to_them(those: Clients) -> None:
-    """Those to the Sentinels, too, which are asked where the master is when a connection is made."""
-    with those.connected() as client, ExitStack() as stack:
-        client.get("k")
-
-        def one_of(pool: Any) -> Any:
-            return stack.enter_context(redis_py.Redis(connection_pool=pool, single_connection_client=True))
-
-        pool = getattr(guarded(client), "connection_pool", None)
-        sentinels = getattr(getattr(pool, "sentinel_manager", None), "sentinels", [])
-        others = [one_of(each.connection_pool) for each in sentinels]
-        if pool is not None:
-            ours = one_of(pool)
-            used = ours.connection
-            while_handling(Interruption, ours.close)
-            assert used._sock is None
-        assert all(each.connection._sock is not None for each in others)
+def test_a_question_for_the_master_that_was_interrupted_leaves_its_answer_to_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with clients("Sentinel") as those, those.connected() as given:
+        client: Any = Server(given).client
+        (sentinel,) = client.connection_pool.sentinel_manager.sentinels
+        pool = sentinel.connection_pool
+        asked = pool.make_connection()
+        asked.send_command("ECHO", "of the interrupted")
+        pool._available_connections.append(asked)
+        client.close_idle()  # as after the exception that has interrupted it
+        monkeypatch.setattr(redis.connection.AbstractConnection, "can_read", Mock(return_value=False))
+        assert client.send_raw(("PING",)) == b"PONG"

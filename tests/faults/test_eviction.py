@@ -43,7 +43,7 @@ def test_a_server_that_may_evict_keys_is_warned_of_once(
     times: dict[str, Any],
 ) -> None:
     """And no run waits for it; the thread that asks waits for as long as the test takes."""
-    monkeypatch.setattr(nodes, "with_short_timeouts", lambda client: client)
+    monkeypatch.setattr(nodes, "SHORT_TIMEOUTS", {})
 
     def warnings() -> list[str]:
         return [text for _, level, text in caplog.record_tuples if level == logging.WARNING and "maxmemory" in text]
@@ -82,7 +82,7 @@ def test_a_server_that_may_evict_keys_is_warned_of_once(
 def test_what_is_warned_of(evicting: Any, memory: str, policy: str, warns: Any) -> None:
     evicting.config_set("maxmemory", memory)
     evicting.config_set("maxmemory-policy", policy)
-    assert bool(eviction.eviction_warning(evicting)) == warns
+    assert bool(eviction.eviction_warning(eviction.Server(evicting).client)) == warns
 
 
 def test_a_user_who_may_not_ask(evicting: Any, own_server: RedisServer) -> None:
@@ -90,7 +90,7 @@ def test_a_user_who_may_not_ask(evicting: Any, own_server: RedisServer) -> None:
     with Proxy(own_server.url) as proxy:
         url = proxy.url.replace("redis://", "redis://limited:secret@")
         with redis_py.Redis.from_url(url) as client:
-            assert [eviction.eviction_warning(client) for _ in range(2)] == [None, None]
+            assert [eviction.eviction_warning(eviction.Server(client).client) for _ in range(2)] == [None, None]
         assert proxy.commands == ["INFO"]
 
 

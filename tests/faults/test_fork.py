@@ -20,18 +20,27 @@ from tests.faults.programs import Program
 pytestmark = pytest.mark.interrupts
 
 IN_A_CHILD: dict[str, str] = {
-    "while another thread configures, and that which renews acquires a connection": """
+    "while another thread looks a server up, configures, or asks a Sentinel": """
 from concurrent.futures import ThreadPoolExecutor
 from only_one import configure, settings
 from only_one.connections.server import find_server
 
-server = find_server(sys.argv[1])
-for lock in (settings._lock, server.node_of("k").client.connection_pool._lock):
+sentinel = redis.sentinel.Sentinel([])
+sentinel.sentinels = [redis.Redis.from_url(sys.argv[1])]
+servers = [find_server(source) for source in (sys.argv[1], sentinel.master_for("m"))]
+clients = [server.client for server in servers]
+asked = clients[1].connection_pool.sentinel_manager.sentinels
+pools = [client.connection_pool for client in (*clients, *asked, *sentinel.sentinels)]
+locks = [settings._lock, *(pool._lock for pool in pools), *(pool._fork_lock for pool in pools)]
+locks += [pool._event_dispatcher._lock for pool in pools if hasattr(pool, "_event_dispatcher")]
+for lock in locks:
     ThreadPoolExecutor(1).submit(lock.acquire).result()
 
 def is_well():
     configure(timeout=1)
-    return server.client.execute_command("PING") and server.node_of("k").send([("EXISTS", "k")]) == [0]
+    with suppress(redis.RedisError):  # it is no Sentinel
+        clients.pop().send_raw(("PING",))
+    return all(client.send_raw(("PING",)) for client in clients)
 """,
     # Else each would read the other's replies.
     "connections of its own in the event loop of its parent": """
@@ -62,7 +71,7 @@ os.fork = ctypes.PyDLL(None).fork
 
 def ports():
     release_key("k", "the value of nobody", redis=sys.argv[1])
-    return {each.connection._sock.getsockname() for each in find_server(sys.argv[1]).client.kept}
+    return {each._sock.getsockname() for each in find_server(sys.argv[1]).client.idle}
 
 parents = ports()
 
@@ -227,7 +236,7 @@ url, key, process = sys.argv[1:]
 def leave_a_release():
     server = find_server(url)
     server.node_of(key).fail(600)  # the thread takes the server for down
-    server.client.set(key, key)
+    server.client.send_raw(("SET", key, key))
     release_later(PendingRelease(server, key, key.encode(), now() + 600, no_write_in_flight=True))
 
 if process == "a child of multiprocessing":  # which ends past `atexit`

@@ -246,5 +246,5 @@ def leave_a_release(key: str) -> None:
     """Its process has a release to repeat, and takes the server for down."""
     server = find_server(os.environ[URL])
     server.node_of(key).fail(TIMEOUT)
-    server.client.set(key, key)
+    server.client.send_raw(("SET", key, key))
     release_later(PendingRelease(server, key, key.encode(), now() + TIMEOUT, no_write_in_flight=True))

@@ -81,7 +81,7 @@ def test_a_retained_value_is_stored_while_it_has_time_left(watch: Watch, redis_u
     )
     assert (stores.until, outlives.until) == (MOMENT + 600, MOMENT + 900)
     for _ in ("the token is there", "it is missing"):
-        server.client.execute_command(*stores.command())
+        server.client.send_raw(stores.command())
         assert watch.redis.getdel(key) == b"kept"
     watch.clock.moment = MOMENT + 600
     assert stores.command() == release_command(server.features, key, b"token")

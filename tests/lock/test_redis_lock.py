@@ -37,7 +37,7 @@ from only_one.lock.redis_lock import AsyncLock, Lock
 from rigs.proxy import Proxy, Then
 from rigs.servers import redis_server
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Decorate, both, decorated_async
+from tests.decorated import Decorate, both
 from tests.interruptions import Interruption
 from tests.lock.test_leases import RELEASES, freed, leaves_no_key
 from tests.renewal import is_idle
@@ -332,13 +332,12 @@ def test_the_reply_to_acquire_is_lost_and_redis_py_asks_again(
 # Lost replies, seen by a decorated run
 
 
-@pytest.fixture(params=[{}, {"retry": NO_RETRY}], ids=["default", "none"])
+@pytest.fixture
 def patient(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
-    """The user's client: with the retries of redis-py, and with none."""
+    """The user's client: its own retries, here none, do not count."""
     hangs = "then" in request.fixturenames and request.getfixturevalue("then") == "hang"
-    # `from_url` leaves the retries of redis-py out.
-    address = redis.connection.parse_url(proxy.url)  # type: ignore[no-untyped-call]
-    with redis.Redis(**address, socket_timeout=HANGS_FOR if hangs else LIMIT, **request.param) as client:
+    options: Any = {"socket_timeout": HANGS_FOR if hangs else LIMIT, "retry": NO_RETRY}
+    with redis.Redis.from_url(proxy.url, **options) as client:
         yield client
 
 
@@ -350,12 +349,9 @@ def test_a_run_whose_acquire_got_no_reply(
     def is_ours() -> bool:
         return current_lock().is_held and Holder.parse(direct.get(key)) == current_lock().holder is not None
 
-    run = decorate(is_ours, redis=patient, when_down=lambda error: isinstance(error.__cause__, LOST) and "down")
+    run = decorate(is_ours, redis=patient)
     lost = proxy.lose_reply("SET", then=then)
-    # The asyncio client that is made for a loop sends again once, and a connection that was closed may have been idle.
-    retry = patient.get_retry()  # None in earlier versions of redis-py
-    is_sent_again = decorate is decorated_async or then == "close" or bool(retry and retry._retries)
-    assert run() == (is_sent_again or "down")
+    assert run() is True
     assert lost.met.is_set()
     assert freed(direct, key)
     assert run() is True
@@ -398,30 +394,16 @@ def test_a_run_whose_release_got_no_reply(
 # Commands that are sent twice
 
 
-SENDING_AGAIN = ["own", "pinned", "guarded"]
-
-
-@pytest.fixture(params=SENDING_AGAIN)
-def sends_again(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
-    """Each kind of `redis=`, which sends a command again after a time-out; the asyncio client is made from it."""
-    if request.param == "own":
-        yield f"{proxy.url}?socket_timeout={HANGS_FOR}&socket_connect_timeout={LIMIT}"
-        return
-    options = {**sending_again(1), "socket_timeout": HANGS_FOR}
-    kind = redis.ConnectionPool if request.param == "pinned" else redis.BlockingConnectionPool
-    with redis.Redis(connection_pool=kind.from_url(proxy.url, **options)) as client:
-        yield client
-        client.connection_pool.disconnect()
+@pytest.fixture
+def sends_again(proxy: Proxy) -> str:
+    """A server at which a command is sent again after a time-out."""
+    return f"{proxy.url}?socket_timeout={HANGS_FOR}&socket_connect_timeout={LIMIT}"
 
 
 @both
-@pytest.mark.parametrize(
-    ("sends_again", "other"),
-    [*((kind, None) for kind in SENDING_AGAIN), ("own", "another's")],
-    indirect=["sends_again"],
-)
+@pytest.mark.parametrize("other", [None, "another's"])
 def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_call(
-    decorate: Decorate, sends_again: Any, proxy: Proxy, direct: Any, key: str, other: str | None
+    decorate: Decorate, sends_again: str, proxy: Proxy, direct: Any, key: str, other: str | None
 ) -> None:
     run = decorate(lambda: "result", redis=sends_again, timeout=LIMIT * 100)
 
@@ -444,7 +426,7 @@ def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_
 
 @both
 def test_a_release_that_was_sent_twice_while_another_acquired_the_key_is_no_loss(
-    decorate: Decorate, sends_again: Any, proxy: Proxy, direct: Any, key: str, happened: list[Event]
+    decorate: Decorate, sends_again: str, proxy: Proxy, direct: Any, key: str, happened: list[Event]
 ) -> None:
     run = decorate(lambda: "result", redis=sends_again, when_lost=fail)
     assert [run(), run()] == ["result", "result"]

@@ -22,8 +22,9 @@ from redis.exceptions import NoPermissionError, ResponseError
 from redis.sentinel import Sentinel
 
 from only_one.clock import now
-from only_one.connections import nodes, timeouts
+from only_one.connections import nodes
 from only_one.connections.server import Server
+from only_one.connections.timeouts import SHORT_TIMEOUTS, own_pool
 from only_one.events import log
 from only_one.lock import renewal
 from only_one.lock.lease import Lease
@@ -451,22 +452,25 @@ def test_a_sentinel_is_asked_for_the_master_before_each_trip(watch: Watch) -> No
         return SimpleNamespace(sentinel_masters=masters)
 
     given = kind([]).master_for("watched")
-    given.connection_pool.disconnect = Mock()
-    asks = Server(given).node_of("k")
-    pool = asks.client.connection_pool
+    server: Any = Server(given)
+    asks = server.node_of("k")
+    pool, clients = asks.client.connection_pool, (asks.client, server.client)
     pool.sentinel_manager.sentinels = [sentinel("frozen", 1.0), sentinel("well", 0.0)]
-    pool.proxy.master_address, pool.disconnect = ("h", 7), Mock()
+    pool.proxy.master_address = ("h", 7)
+    asks.client.send = Mock(return_value=[])
+    for each in clients:
+        each.close_idle = Mock()
     for moment in (0, 1, 9, 10, 10, 11):
         watch.clock.moment = MOMENT + moment
         asks.send([])
     assert asked == [("frozen", 0), ("well", 10), ("well", 10), ("well", 11)]
     pool.proxy.master_address = None  # it has not connected yet
     asks.send([])
-    pool.disconnect.assert_not_called()
+    asks.client.close_idle.assert_not_called()
     pool.proxy.master_address = ("h", 8)
     asks.send([])
-    for each in (pool, given.connection_pool):
-        each.disconnect.assert_called_once_with(inuse_connections=False)
+    for each in clients:
+        each.close_idle.assert_called_once_with()
 
 
 # Their connections
@@ -486,7 +490,7 @@ def test_a_client_for_the_thread_is_one_of_the_same_server_that_gives_up_soon(
     url: str, kind: Any, given: dict[str, Any], made_of: dict[str, Any]
 ) -> None:
     pool = kind.from_url(url, protocol=3, max_connections=1, timeout=None, **given)
-    made: Any = timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    made = own_pool(pool, SHORT_TIMEOUTS)
     assert (type(made), made.connection_class) == (redis_py.ConnectionPool, pool.connection_class)
     for name in ("host", "port", "db", "path"):
         assert made.connection_kwargs.get(name) == pool.connection_kwargs.get(name)
@@ -500,7 +504,7 @@ def test_a_client_for_the_thread_that_asks_the_same_sentinels(options: dict[str,
     kind: Any = redis_py.sentinel.Sentinel
     manager = kind([("h", 7), ("h", 8)])
     pool = redis_py.sentinel.SentinelConnectionPool("mine", manager, **options)  # type: ignore[no-untyped-call]
-    made = timeouts.with_short_timeouts(redis_py.Redis(connection_pool=pool)).connection_pool
+    made = own_pool(pool, SHORT_TIMEOUTS)
     assert made is not pool
     for name in ("service_name", "is_master", "check_connection", "connection_class"):
         assert getattr(made, name) == getattr(pool, name)
@@ -509,8 +513,3 @@ def test_a_client_for_the_thread_that_asks_the_same_sentinels(options: dict[str,
         assert each.connection_kwargs["socket_timeout"] == 0.5
         assert each.connection_kwargs["retry"]._retries == 0
     assert manager.sentinels[0].connection_pool.connection_kwargs.get("socket_timeout") != 0.5
-
-
-def test_a_client_of_which_none_can_be_made() -> None:
-    for client in (object(), SimpleNamespace(connection_pool=object())):
-        assert timeouts.with_short_timeouts(client) is client

@@ -9,8 +9,10 @@ from weakref import ref
 
 import redis as redis_py
 
-from only_one.connections import nodes, timeouts
+from only_one.connections import nodes
+from only_one.connections.connection_pool import KeptConnections
 from only_one.connections.server import Server
+from only_one.connections.timeouts import SHORT_TIMEOUTS
 from only_one.lock import pending_releases, renewal
 from only_one.lock.lease import Lease
 from tests.renewal import MOMENT, Clock
@@ -59,8 +61,8 @@ class Watch:
         """A server with a node that is watched."""
         client = redis_py.Redis.from_url(url)
         server: Any = Server(client)
-        server._nodes = Watched(timeouts.with_short_timeouts(client), self.clock)
-        self._clients += [client, server._nodes.client]
+        server._nodes = Watched(KeptConnections(client.connection_pool, SHORT_TIMEOUTS), self.clock)
+        self._clients.append(client)
         return server
 
     def key(self, name: str = "k") -> str:

@@ -1,9 +1,7 @@
-"""Clients that a user gives in place of a URL: of a cluster whose slots move, of Sentinels, or with retries."""
+"""Clients that a user gives in place of a URL: of a cluster whose slots move, or of Sentinels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -174,21 +172,3 @@ class Sentinels(Deployment):
         self.is_settled_at = max(self._known_from.values())
         self._history.note("sentinel", "the master is", self.master)
         return before
-
-
-class _Subclass(redis.Redis):
-    """A class of the user's own, whose commands are sent by redis-py."""
-
-
-class OwnClient(Deployment):
-    """One server, and a client of the user's own, which may send commands again by itself."""
-
-    def __init__(self, history: Any) -> None:
-        kinds: list[Callable[..., Any]] = [redis.Redis, _Subclass, partial(redis.Redis, decode_responses=True)]
-        kinds.append(partial(redis.Redis, single_connection_client=True))
-        waiting: Any = redis.BlockingConnectionPool
-        kinds.append(lambda **options: redis.Redis(connection_pool=waiting(**options)))
-        self._make = history.choose("kind of client", kinds)
-
-    def client(self) -> Any:
-        return self._make(host="server", **_PATIENCE)

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, ClassVar
 
 from .checker import Call, Checker
-from .deployments import WRITES, Cluster, Deployment, OwnClient, Sentinels
+from .deployments import WRITES, Cluster, Deployment, Sentinels
 from .history import BodyFails, History
 from .network import Loop
 from .process import Machine, Process, playing, this, thread
@@ -21,7 +21,7 @@ from .world import Thread
 _DEPLOYED_FROM = 335_000_000
 """Of eight seeds from here on two have a client of the user's; so earlier ones play what they have played."""
 
-_DEPLOYMENTS: dict[int, Any] = {3: Cluster, 11: Cluster, 6: OwnClient, 14: Sentinels}
+_DEPLOYMENTS: dict[int, Any] = {3: Cluster, 11: Cluster, 14: Sentinels}
 
 _REFUSALS = [
     ("OOM command not allowed when used memory > 'maxmemory'.", (b"SET",)),
