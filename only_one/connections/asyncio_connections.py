@@ -13,7 +13,7 @@ from only_one.driver import Command, ServerTimeout, drive_async
 from only_one.errors import ConfigurationError
 from only_one.signatures import signature
 
-from .connection_pool import OF_ALL_CONNECTIONS, leaves_usable, packed
+from .kept_connections import OF_ALL_CONNECTIONS, leaves_usable, packed
 from .slots import Address, Sender, Slots, Trip
 from .timeouts import NO_LIMIT, NO_NOTICES
 

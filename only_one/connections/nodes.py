@@ -13,7 +13,7 @@ from redis import exceptions
 from only_one.clock import now
 from only_one.driver import TROUBLE, Command, ServerTimeout, drive, is_of_signal_handler
 
-from .connection_pool import OF_ALL_CONNECTIONS, KeptConnections
+from .kept_connections import OF_ALL_CONNECTIONS, KeptConnections
 from .slots import Address, Sender, Slots, Trip
 from .timeouts import SHORT_TIMEOUTS
 

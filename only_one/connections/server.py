@@ -20,7 +20,7 @@ from only_one.option_values import check_callable
 from only_one.threads import start_native_thread
 
 from .asyncio_client import AsyncClient, make_async_client
-from .connection_pool import KeptConnections
+from .kept_connections import KeptConnections
 from .nodes import ClusterNodes, Node, nodes_of
 from .server_features import Features
 from .slots import Slots

@@ -9,7 +9,7 @@ from redis import cluster, exceptions
 from only_one.clock import now
 from only_one.driver import Command
 
-from .connection_pool import OF_ALL_CONNECTIONS
+from .kept_connections import OF_ALL_CONNECTIONS
 
 Address = tuple[str, int]
 

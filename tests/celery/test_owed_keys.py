@@ -15,7 +15,7 @@ from celery.signals import task_revoked
 
 from only_one import Acquired, AlreadyRunning, Reclaimed, Released, fail
 from only_one.clock import now
-from only_one.connections.connection_pool import KeptConnections
+from only_one.connections.kept_connections import KeptConnections
 from only_one.events import Event
 from only_one.lock import commands
 from only_one.settings import DEFAULT_LEASE

@@ -10,7 +10,7 @@ from weakref import ref
 import redis as redis_py
 
 from only_one.connections import nodes
-from only_one.connections.connection_pool import KeptConnections
+from only_one.connections.kept_connections import KeptConnections
 from only_one.connections.server import Server
 from only_one.connections.timeouts import SHORT_TIMEOUTS
 from only_one.lock import pending_releases, renewal

@@ -28,7 +28,7 @@ from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from only_one import ConfigurationError, inspection, only_one
-from only_one.connections.connection_pool import _packed, packed
+from only_one.connections.kept_connections import _packed, packed
 from only_one.connections.server import Server, find_server
 from only_one.events import Down
 from only_one.lock.redis_lock import Lock
@@ -295,7 +295,7 @@ def test_connections_neither_grow_nor_stay(redis: Any, redis_url: str, name: str
 FORK = """
 import os, sys
 from only_one.connections.server import find_server
-from tests.connections.test_connection_pool import echo, fill, kept
+from tests.connections.test_kept_connections import echo, fill, kept
 
 client = find_server(sys.argv[1]).client
 ours = fill(client, 3)
