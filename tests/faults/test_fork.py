@@ -22,6 +22,8 @@ pytestmark = pytest.mark.interrupts
 IN_A_CHILD: dict[str, str] = {
     "while another thread looks a server up, configures, or asks a Sentinel": """
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+import redis.sentinel
 from only_one import configure, settings
 from only_one.connections.server import find_server
 
@@ -37,6 +39,7 @@ for lock in locks:
     ThreadPoolExecutor(1).submit(lock.acquire).result()
 
 def is_well():
+    find_server(sys.argv[1] + "?db=1")
     configure(timeout=1)
     with suppress(redis.RedisError):  # it is no Sentinel
         clients.pop().send_raw(("PING",))
