@@ -10,6 +10,7 @@
 To switch the locking off in tests, use ``configure(active=False)``.
 """
 
+import errno
 import os
 import shutil
 import socket
@@ -22,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, files
 from itertools import pairwise
 from pathlib import Path
 from random import SystemRandom
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
 
 from .errors import ConfigurationError
@@ -32,6 +33,8 @@ PORTS = range(20_000, 32_000)
 
 START_LIMIT = 60.0
 """Seconds within which a server must answer."""
+
+_TEMP_LIMIT = 70
 
 _START = """exec 3<&0 </dev/null
 (trap '' HUP INT TERM; /bin/sh -c "$0" $$ "$1" <&3 >/dev/null 2>&1 &)
@@ -59,9 +62,15 @@ class Guarded(subprocess.Popen[Any]):
         command: the program and its arguments.
         grace: seconds between SIGTERM and SIGKILL when the command must end.
         popen: other parameters of ``subprocess.Popen``, except ``stdin`` and ``start_new_session``.
+
+    Raises:
+        OSError: the command cannot be started.
     """
 
     def __init__(self, command: Sequence[str | os.PathLike[str]], *, grace: float = 5.0, **popen: Any) -> None:
+        if shutil.which(command[0]) is None:
+            number = errno.EACCES if Path(command[0]).exists() else errno.ENOENT
+            raise OSError(number, os.strerror(number), command[0])
         supervised = ["/bin/sh", "-c", _START, _SUPERVISE, str(round(grace * 10)), *command]
         self._death_pipe, theirs = socket.socketpair()
         os.set_blocking(theirs.fileno(), True)  # under eventlet it is not, and `read` would end at once
@@ -116,9 +125,12 @@ def redis_server(*options: str, binary: str | None = None) -> Iterator[RedisServ
 
     Raises:
         ConfigurationError: there is no server on this machine, or it does not start.
+        OSError: ``binary`` is not a program.
     """
     program = binary or _find_binary()
-    with TemporaryDirectory(prefix="only_one-", ignore_cleanup_errors=True) as directory:
+    # The path of a Unix socket may have some 100 bytes.
+    parent = None if len(os.fsencode(gettempdir())) <= _TEMP_LIMIT else "/tmp"  # noqa: S108
+    with TemporaryDirectory(prefix="only_one-", dir=parent, ignore_cleanup_errors=True) as directory:
         unix_socket, log = Path(directory, "socket"), Path(directory, "log")
         ours = ["--bind", "127.0.0.1", "--unixsocket", str(unix_socket), "--save", "", "--appendonly", "no"]
         for _ in range(5):  # the port may be taken

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -90,6 +92,17 @@ def test_options_win_over_ours_and_a_server_that_refuses_a_ping_is_seen_to_be_up
         assert client(server).set("key", "value")
 
 
+@pytest.mark.parametrize("length", [70, 71])
+def test_a_long_temporary_directory_is_no_obstacle(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # pytest's own are longer
+        long = Path(short, "x" * (length - len(short) - 1))
+        long.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+        with redis_server() as server:
+            assert client(server).ping()
+            assert server.unix_socket.parent.parent == (long if length == 70 else Path("/tmp"))  # noqa: S108
+
+
 def test_a_server_that_cannot_start_says_why_in_its_own_words() -> None:
     with redis_server() as first:
         for options, words in (
@@ -99,8 +112,6 @@ def test_a_server_that_cannot_start_says_why_in_its_own_words() -> None:
             with pytest.raises(ConfigurationError, match=words), redis_server(*options):
                 pass
         assert client(first).ping()
-    with pytest.raises(ConfigurationError, match="not found"), redis_server(binary="no-such-server"):
-        pass
 
 
 def test_a_server_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,3 +233,20 @@ def test_a_supervisor_that_is_told_to_end_goes_on() -> None:
             os.kill(supervisor, number)
     assert command.poll() == -signal.SIGTERM
     assert not is_running(command.pid)
+
+
+@pytest.mark.parametrize(
+    ("program", "cwd", "error", "words"),
+    [
+        ("no-such-program", None, FileNotFoundError, f"{os.strerror(errno.ENOENT)}: .*no-such-program"),
+        (os.fspath(Path(__file__)), None, PermissionError, f"{os.strerror(errno.EACCES)}: .*{Path(__file__).name}"),
+        (sys.executable, "nowhere", FileNotFoundError, "nowhere"),
+    ],
+    ids=["missing", "no program", "no directory"],  # no path of this machine in a test's name
+)
+def test_a_command_that_cannot_be_started_says_why(
+    monkeypatch: pytest.MonkeyPatch, program: str, cwd: str | None, error: type[OSError], words: str
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    with pytest.raises(error, match=words):
+        Guarded([program], cwd=cwd, stdout=subprocess.PIPE)
