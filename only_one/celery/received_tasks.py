@@ -110,11 +110,8 @@ def _on_received(request: Any, **_: Any) -> None:
             options = decoration.options_for(delivery)
             if (server := options.server) is not None:
                 _store_received(delivery, options, server, request)
-                key = _key_of(delivery, options, request)
-                if key is not None:
-                    call = Call(options, server, key)
-                    _announce_redelivery(delivery, call, request)
-                    _number(delivery, call, request)
+                _announce_redelivery(delivery, options, server, request)
+                _number(delivery, options, server, request)
     except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
         text = "the key or number of %s, which was received, could not be stored"
         warn_once((request.name, "received", type(error)), text, request.name, exc_info=error)
@@ -170,35 +167,40 @@ def _end_wait(token: bytes, release: Callable[[PendingRelease], None] = release_
         release(lease.end_of_wait())
 
 
-def _key_of(delivery: Delivery, options: EffectiveOptions, request: Any) -> str | None:
-    """The key that the message gives; if it is not the run's, what is done with it does no harm. None if none."""
-    key = delivery.key
-    with suppress(Exception):  # of arguments that have no key, perhaps until they are changed on their way to the run
-        key = key or key_of_arguments(request.task, delivery.decoration, options.prefix, request.args, request.kwargs)
-    return key
-
-
-def _announce_redelivery(delivery: Delivery, call: Call, request: Any) -> None:
+def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:
     """Tell the run of a message that a redelivery waits for its end: perhaps no child is free to ask before that.
 
     Redis delivers a message again while its run goes on in a worker that has lost its connection.
     With RabbitMQ a run says in any case that it has ended.
     """
     is_told = request.task.acks_late and not redelivers_at_any_time(delivery.app)
-    if delivery.header.has_begun and is_told:
-        drive(call.server.client, read_marker(call.key, delivery.marker(call.key), waits=remembered_for(delivery.app)))
+    if delivery.header.has_begun and is_told and (call := _call_of(delivery, options, server, request)):
+        drive(server.client, read_marker(call.key, delivery.marker(call.key), waits=remembered_for(delivery.app)))
 
 
-def _number(delivery: Delivery, call: Call, request: Any) -> None:
+def _number(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:
     """Number a task that ``buffer_one`` coalesces, before it waits here for a free process, or is redelivered.
 
     A task with an ``eta`` is sent for a later time, and is numbered when it begins.
     """
     has_number = request.eta or delivery.header.trigger is not None
-    if isinstance(call.options.when_busy, BufferOne) and not has_number:
+    if has_number or not isinstance(options.when_busy, BufferOne):
+        return
+    if call := _call_of(delivery, options, server, request):
         with suppress(ResponseError):  # a server that refuses this refuses the run's number, too, and the run says so
             trigger = delivery.arrive(call, "", begins=False)
             request.request_dict.update(delivery.header._replace(trigger=trigger).as_headers())
+
+
+def _call_of(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> Call | None:
+    """The call that a message will make, as far as the message tells its key; else None.
+
+    If the key is not the run's, what is done with it does no harm.
+    """
+    key = delivery.key
+    with suppress(Exception):  # of arguments that have no key, perhaps until they are changed on their way to the run
+        key = key or key_of_arguments(request.task, delivery.decoration, options.prefix, request.args, request.kwargs)
+    return None if key is None else Call(options, server, key)
 
 
 def _on_shutdown(release: Callable[[PendingRelease], None] = release_later, **_: Any) -> None:
