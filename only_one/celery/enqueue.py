@@ -227,3 +227,14 @@ class Publication(TaskCaller):
             with redelivery.suppress_trouble(self.id):
                 coalescing.note_published(call, self.app, trigger, most, eta)
         return result
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Log beat's message about a busy task in one line, without its traceback: nothing is wrong."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and isinstance(error.__cause__ or error.__context__, AlreadyRunning):
+        record.msg, record.args, record.exc_info = str(error), (), None
+    return True
+
+
+logging.getLogger("celery.beat").addFilter(_in_one_line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from uuid import uuid4
 
 import pytest
 from celery import Task
+from celery.beat import ScheduleEntry, Scheduler
 from celery.result import AsyncResult, EagerResult, GroupResult
+from celery.schedules import schedule
 from celery.signals import after_task_publish, before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 from pydantic import BaseModel
@@ -378,6 +381,26 @@ def test_a_task_with_a_model(new_app: Any, queue: Queue, keys: Keys) -> None:
         del keys["p"]
     eager = unique(new_app(task_always_eager=True), "{feed[key]}", **options)
     assert eager.delay({"key": "e", "pages": 3}).get() == {"key": f"{keys.prefix}e", "pages": 3}
+
+
+def test_beat_logs_a_duplicate_in_one_line(queue: Queue, keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
+    task = unique(queue.app, "k", celery={"name": "beaten"})
+    queue.app.finalize()
+    scheduler = Scheduler(app=queue.app, lazy=True)
+    entry = ScheduleEntry(name="each", task="beaten", schedule=schedule(1), args=(), app=queue.app)
+    wrong = ScheduleEntry(name="wrong", task="beaten", schedule=schedule(1), args=1, app=queue.app)
+    assert scheduler.apply_async(entry, advance=False) == task.delay()
+    with configure(when_busy=fail), caplog.at_level("WARNING"):
+        scheduler.apply_entry(entry)
+        scheduler.apply_entry(wrong)
+        logging.getLogger("celery.beat").warning("it is %s", "late")
+    assert len(queue) == 1
+    ours, others, _ = caplog.records
+    assert (ours.name, ours.levelname, ours.exc_info) == ("celery.beat", "ERROR", None)
+    assert ours.getMessage().startswith(f"Couldn't apply scheduled task each: {keys.prefix}k is taken by beaten (task ")
+    assert len(logging.Formatter().format(ours).splitlines()) == 1
+    assert others.exc_info  # an error of another kind is logged as it was
+    assert caplog.messages[-1] == "it is late"
 
 
 # Options of apply_async
