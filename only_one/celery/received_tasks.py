@@ -173,8 +173,10 @@ def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, server: 
     Redis delivers a message again while its run goes on in a worker that has lost its connection.
     With RabbitMQ a run says in any case that it has ended.
     """
-    is_told = request.task.acks_late and not redelivers_at_any_time(delivery.app)
-    if delivery.header.has_begun and is_told and (call := _call_of(delivery, options, server, request)):
+    may_come_during_run = request.task.acks_late and not redelivers_at_any_time(delivery.app)
+    if not (delivery.header.has_begun and may_come_during_run):
+        return
+    if call := _call_of(delivery, options, server, request):
         drive(server.client, read_marker(call.key, delivery.marker(call.key), waits=remembered_for(delivery.app)))
 
 
