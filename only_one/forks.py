@@ -7,7 +7,7 @@ from contextlib import suppress
 
 _in_each_child: list[Callable[[], object]] = []
 _pid = os.getpid()
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()  # for its owner no obstacle if a signal handler raises just after it was acquired
 
 
 def in_each_child(do: Callable[[], object]) -> None:

@@ -194,6 +194,9 @@ class Lease:
         reply = drive(self.server.client, commands) if self.server else time.time_ns() // 1000
         if not isinstance(reply, int):
             self.renewer.note_loss(self, reply)
+        # The key is lost by this reply, or another thread has noted a loss meanwhile. If the expiry that is known here
+        # has only passed meanwhile, that is no loss: the reply says that the key was ours.
+        if self.reason is not None:
             self.ensure_held()
         return reply
 

@@ -12,6 +12,7 @@ import pytest
 
 from only_one import ConfigurationError, LockLost
 from only_one.driver import drive
+from only_one.lock import lease
 from only_one.lock.commands import RENEW, evaluate
 from only_one.lock.lease import Lease
 from rigs.waiting import LIMIT
@@ -101,6 +102,22 @@ def test_a_command_that_gives_less_and_arrives_after_an_extension_takes_no_time_
     assert redis.pttl(lock.key) > (2 * LONG - LIMIT) * 1000
     lock.note_expiry(MOMENT - 1, LONG)
     assert lock.expires_at == MOMENT + 2 * LONG
+
+
+def test_an_extension_whose_reply_comes_after_the_loss_was_told_is_none(
+    clock: Clock, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer_late(*command: Any) -> Any:
+        reply = drive(*command)
+        lock.lose("overrun")  # as the renewing thread does
+        return reply
+
+    lock = make(LONG, LONG)
+    monkeypatch.setattr(lease, "drive", answer_late)
+    with pytest.raises(LockLost) as caught:
+        lock.extend(LONG)
+    assert (caught.value.reason, caught.value.value) == ("overrun", "")
+    assert lock.ends_at == clock.moment + LONG
 
 
 def test_an_extension_that_could_not_work_is_refused(make: Make) -> None:
