@@ -19,16 +19,11 @@ from unittest.mock import Mock, call
 import pytest
 import redis as redis_py
 from redis.exceptions import NoPermissionError, ResponseError
-from redis.sentinel import Sentinel
 
 from only_one.clock import now
-from only_one.connections import nodes
-from only_one.connections.server import Server
-from only_one.connections.timeouts import SHORT_TIMEOUTS, own_pool
 from only_one.events import log
 from only_one.lock import renewal
 from only_one.lock.lease import Lease
-from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.lock.test_leases import no_more_threads
 from tests.lock.watched import DOWN, LONG, SOON, TTL, Watch, keys, node
@@ -401,115 +396,3 @@ def test_what_a_first_call_needs_is_imported_before(redis_url: str) -> None:
     command = [sys.executable, "-c", FIRST_CALL]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=True)
     assert done.stdout == "\n"
-
-
-# Nodes
-
-
-def test_a_node_that_cannot_be_reached_backs_off_for_longer_each_time(watch: Watch, redis_url: str) -> None:
-    """Until it answers; or for as long as it is told."""
-    reached = node(watch.server(redis_url))
-    assert reached.backs_off_until == 0.0
-    for pause in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
-        reached.fail()
-        assert reached.backs_off_until == pytest.approx(MOMENT + pause)
-    reached.fail(2.0)
-    assert reached.backs_off_until == MOMENT + 2
-    assert reached.send([("GET", watch.key())]) == [b"token"]
-    reached.fail()
-    assert reached.backs_off_until == pytest.approx(MOMENT + 0.05)
-    down = node(watch.server(DOWN))
-    commands = [("GET", "a"), ("GET", "b")]
-    assert [type(each) for each in down.send(commands)] == [redis_py.ConnectionError] * 2
-    assert down.backs_off_until == pytest.approx(MOMENT + 0.05)
-    broken = nodes.Node(object())  # a client that fails in a way that redis-py knows nothing of
-    assert [type(each) for each in broken.send(commands)] == [AttributeError] * 2
-
-
-def test_a_node_carries_out_all_that_it_does_not_refuse(watch: Watch, redis_url: str) -> None:
-    """The commands of one trip are no transaction."""
-    with Proxy(redis_url) as proxy:
-        replies = node(watch.server(proxy.url)).send([("HGET", watch.key(), "a"), ("GET", watch.key())])
-        assert proxy.commands == ["HGET", "GET"]
-    assert isinstance(replies[0], ResponseError)
-    assert replies[1] == b"token"
-
-
-def test_a_sentinel_is_asked_for_the_master_before_each_trip(watch: Watch) -> None:
-    """One, and in a tenth of the time at the most: if it does not answer, other nodes have keys to renew."""
-    kind: Any = Sentinel
-    asked: list[tuple[str, float]] = []
-    knows = {"is_master": True, "is_sdown": False, "is_odown": False, "num-other-sentinels": 1, "ip": "h", "port": 7}
-
-    def sentinel(name: str, takes: float) -> Any:
-        def masters() -> dict[str, Any]:
-            asked.append((name, watch.clock.moment - MOMENT))
-            watch.clock.moment += takes
-            if takes:
-                raise redis_py.TimeoutError
-            return {"watched": knows}
-
-        return SimpleNamespace(sentinel_masters=masters)
-
-    given = kind([]).master_for("watched")
-    server: Any = Server(given)
-    asks = server.node_of("k")
-    pool, clients = asks.client.connection_pool, (asks.client, server.client)
-    pool.sentinel_manager.sentinels = [sentinel("frozen", 1.0), sentinel("well", 0.0)]
-    pool.proxy.master_address = ("h", 7)
-    asks.client.send = Mock(return_value=[])
-    for each in clients:
-        each.close_idle = Mock()
-    for moment in (0, 1, 9, 10, 10, 11):
-        watch.clock.moment = MOMENT + moment
-        asks.send([])
-    assert asked == [("frozen", 0), ("well", 10), ("well", 10), ("well", 11)]
-    pool.proxy.master_address = None  # it has not connected yet
-    asks.send([])
-    asks.client.close_idle.assert_not_called()
-    pool.proxy.master_address = ("h", 8)
-    asks.send([])
-    for each in clients:
-        each.close_idle.assert_called_once_with()
-
-
-# Their connections
-
-
-SOON_OVER = {"socket_timeout": 0.5, "socket_connect_timeout": 0.25}
-SOONER = dict.fromkeys(SOON_OVER, 0.125)
-
-
-@pytest.mark.parametrize("url", ["redis://h:7/3", "rediss://h:7", "unix:///s"])
-@pytest.mark.parametrize("kind", [redis_py.ConnectionPool, redis_py.BlockingConnectionPool])
-@pytest.mark.parametrize(
-    ("given", "made_of"),
-    [({}, SOON_OVER), ({"socket_timeout": None, "socket_connect_timeout": 9}, SOON_OVER), (SOONER, SOONER)],
-)
-def test_a_client_for_the_thread_is_one_of_the_same_server_that_gives_up_soon(
-    url: str, kind: Any, given: dict[str, Any], made_of: dict[str, Any]
-) -> None:
-    pool = kind.from_url(url, protocol=3, max_connections=1, timeout=None, **given)
-    made = own_pool(pool, SHORT_TIMEOUTS)
-    assert (type(made), made.connection_class) == (redis_py.ConnectionPool, pool.connection_class)
-    for name in ("host", "port", "db", "path"):
-        assert made.connection_kwargs.get(name) == pool.connection_kwargs.get(name)
-    assert {name: made.connection_kwargs[name] for name in SOON_OVER} == made_of
-    assert made.connection_kwargs["retry"]._retries == 0
-    assert made.max_connections > 1
-
-
-@pytest.mark.parametrize("options", [{}, {"is_master": False, "check_connection": True, "ssl": True}])
-def test_a_client_for_the_thread_that_asks_the_same_sentinels(options: dict[str, bool]) -> None:
-    kind: Any = redis_py.sentinel.Sentinel
-    manager = kind([("h", 7), ("h", 8)])
-    pool = redis_py.sentinel.SentinelConnectionPool("mine", manager, **options)  # type: ignore[no-untyped-call]
-    made = own_pool(pool, SHORT_TIMEOUTS)
-    assert made is not pool
-    for name in ("service_name", "is_master", "check_connection", "connection_class"):
-        assert getattr(made, name) == getattr(pool, name)
-    assert len(made.sentinel_manager.sentinels) == 2
-    for each in (made, *(sentinel.connection_pool for sentinel in made.sentinel_manager.sentinels)):
-        assert each.connection_kwargs["socket_timeout"] == 0.5
-        assert each.connection_kwargs["retry"]._retries == 0
-    assert manager.sentinels[0].connection_pool.connection_kwargs.get("socket_timeout") != 0.5
