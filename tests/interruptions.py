@@ -48,8 +48,14 @@ def raises_at_first(error: BaseException | type[BaseException]) -> Callable[...,
 interrupt = raises(Interruption)
 
 
-class AtLine:
-    """Does something, such as to raise, before the n-th line of ours that a call comes to.
+EVERY_INSTRUCTION_IS_TRACED = sys.version_info < (3, 12)
+
+
+class AtPlace:
+    """Does something, such as to raise, at the n-th place of ours that a call comes to.
+
+    A place is where Python looks for signals: where a function begins, and after each call that it makes. From Python
+    3.12 on, whose tracing does not show these, it is each line.
 
     Attributes:
         where: the place, once the call has come to it.
@@ -62,35 +68,18 @@ class AtLine:
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> Trace | None:
         """What `sys.settrace` is given: looks at the calls of functions."""
-        is_ours = frame.f_code.co_filename.startswith(OURS)
-        return self.look if is_ours and event == "call" else None
+        if event != "call" or not frame.f_code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = EVERY_INSTRUCTION_IS_TRACED, not EVERY_INSTRUCTION_IS_TRACED
+        return self._look
 
-    def look(self, frame: FrameType, event: str, _argument: Any) -> Trace:
-        if event == "line":
-            self.count(frame)
-        return self.look
-
-    def count(self, frame: FrameType) -> None:
-        self._left -= 1
-        if not self._left:
+    def _look(self, frame: FrameType, event: str, _argument: Any) -> Trace:
+        self._left -= event == "line" or (event == "opcode" and frame.f_lasti in _after_calls(frame.f_code))
+        if not self._left and not self.where:
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             sys.settrace(None)  # it is costly, and has done its work
             self._then()
-
-
-class AfterCall(AtLine):
-    """The same, where Python itself looks for signals: when a function begins, and after each call that it makes."""
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Trace | None:
-        look = super().__call__(frame, event, argument)
-        if look is not None:
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return look
-
-    def look(self, frame: FrameType, event: str, _argument: Any) -> Trace:
-        if event == "opcode" and frame.f_lasti in _after_calls(frame.f_code):
-            self.count(frame)
-        return self.look
+        return self._look
 
 
 @cache
@@ -102,11 +91,6 @@ def _after_calls(code: CodeType) -> set[int]:
             offsets.add(each.offset)
         was_call = each.opname.startswith(("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")) or each.opname == "RESUME"
     return offsets
-
-
-PLACES: dict[str, type[AtLine]] = {"lines": AtLine}
-if sys.version_info < (3, 12):  # whose tracing shows every instruction
-    PLACES["after calls"] = AfterCall
 
 
 @contextmanager

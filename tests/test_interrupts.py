@@ -7,7 +7,6 @@ What is raised before the reply to a command is in `connections/test_interruptio
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from contextvars import copy_context
@@ -21,15 +20,7 @@ from only_one import AlreadyRunning, ConfigurationError, current_lock, events, f
 from only_one.lock import renewal
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import as_async, token_of_the_dead
-from tests.interruptions import (
-    PLACES,
-    AfterCall,
-    AtLine,
-    Interruption,
-    interrupt,
-    raises,
-    traced,
-)
+from tests.interruptions import EVERY_INSTRUCTION_IS_TRACED, AtPlace, Interruption, interrupt, raises, traced
 
 pytestmark = [pytest.mark.interrupts, pytest.mark.timeout(method="thread")]  # as SIGALRM is ours
 
@@ -40,8 +31,6 @@ SOMEBODY_ELSE = b"somebody else"
 DEAD = token_of_the_dead()
 RETAINED = b"retained"
 """Stands for a value that `at_least` retains, for no longer than a run that has succeeded would."""
-
-places = pytest.mark.parametrize("kind", PLACES.values(), ids=PLACES)
 
 
 def work(which: str) -> str:
@@ -56,7 +45,7 @@ def nothing_is_held() -> bool:
     return not renewal._renewer.held()
 
 
-def is_interrupted(place: AtLine, call: Callable[[], object]) -> bool:
+def is_interrupted(place: AtPlace, call: Callable[[], object]) -> bool:
     """Whether a call with an interruption raises it; nothing is held after it."""
     try:
         with suppress(AlreadyRunning), traced(place):
@@ -77,7 +66,6 @@ def value_at(client: Any, key: str) -> bytes | None:
 def check_every_place(
     client: Any,
     prefix: str,
-    kind: type[AtLine],
     call: Callable[[str], Any],
     *,
     then: Callable[[], object] = interrupt,
@@ -91,7 +79,6 @@ def check_every_place(
     Args:
         client: a client of the server.
         prefix: what the keys begin with: each call has its number as key, so that no call waits for one before it.
-        kind: where it is interrupted.
         call: the call, which is given its key.
         then: what interrupts it.
         stored: what is stored at the key before the call.
@@ -103,7 +90,7 @@ def check_every_place(
     for number in range(1, MOST):
         if stored is not None:
             client.set(f"{prefix}{number}", stored, px=600_000)
-        place = kind(number, then)
+        place = AtPlace(number, then)
         # In a context of its own: what `current_lock()` gives after an interruption is not for other tests.
         interrupted += copy_context().run(is_interrupted, place, partial(call, str(number)))
         print(f"interrupted at {place.where}, place {number}")  # shown when it fails
@@ -119,7 +106,6 @@ def check_every_place(
         assert eventually(partial(lambda key: value_at(client, key) in left, key)), (key, client.get(key))
 
 
-@places
 @pytest.mark.parametrize(
     ("options", "stored", "left", "then"),
     [
@@ -134,35 +120,34 @@ def check_every_place(
     ids=["lease", "timeout", "Celery's time limit", "at_least", "busy and skips", "busy and fails", "takes over"],
 )
 def test_a_call_that_is_interrupted(
-    redis: Any, prefix: str, kind: Any, then: Any, options: Any, stored: Any, left: Any, happened: Any, monkeypatch: Any
+    redis: Any, prefix: str, then: Any, options: Any, stored: Any, left: Any, happened: Any, monkeypatch: Any
 ) -> None:
     """With somebody who hears of its events, so that there are more lines to be interrupted at."""
     monkeypatch.setattr(events.logger, "disabled", True)  # or most places of a takeover are those of the log
     decorated = only_one(work, key="{which}", **options)
     assert decorated("first") == "done"
-    check_every_place(redis, prefix, kind, decorated, then=then, stored=stored, left=left)
+    check_every_place(redis, prefix, decorated, then=then, stored=stored, left=left)
     assert happened
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="tracing does not show every instruction there")
+@pytest.mark.skipif(not EVERY_INSTRUCTION_IS_TRACED, reason="tracing does not show every instruction there")
 def test_a_first_call_that_is_interrupted(redis: Any, prefix: str) -> None:
     """Not at every line: tracing can raise between the end of a `with` block and its exit, and no signal can."""
 
     def first_call(which: str) -> Any:
         return only_one(work, key="{which}", timeout=600)(which)
 
-    check_every_place(redis, prefix, AfterCall, first_call)
+    check_every_place(redis, prefix, first_call)
 
 
 @pytest.mark.filterwarnings("ignore:.*never awaited:RuntimeWarning")  # interrupted between its call and the await
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@places
-def test_an_async_call_that_is_interrupted(redis: Any, prefix: str, kind: type[AtLine]) -> None:
+def test_an_async_call_that_is_interrupted(redis: Any, prefix: str) -> None:
     work_async = only_one(as_async(work), key="{which}", timeout=600)
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(work_async("first"))
-        check_every_place(redis, prefix, kind, lambda which: loop.run_until_complete(work_async(which)))
+        check_every_place(redis, prefix, lambda which: loop.run_until_complete(work_async(which)))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
@@ -185,5 +170,5 @@ def test_a_handler_that_calls_a_decorated_function_at_every_place(
 
     handle = partial(call, "inner", 1)
     assert (call("first"), handle()) == ("done", "done")
-    check_every_place(redis, prefix, [*PLACES.values()][-1], call, then=handle, is_raised=False)
+    check_every_place(redis, prefix, call, then=handle, is_raised=False)
     assert {*results} == {"done"}

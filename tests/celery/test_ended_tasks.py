@@ -37,7 +37,7 @@ from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
 from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, token_of, unique
 from tests.clients import clients
-from tests.interruptions import PLACES, AtLine, handled, raises, traced
+from tests.interruptions import AtPlace, handled, raises, traced
 from tests.lock.test_leases import RELEASES
 from tests.wrapped_task import Wrapped
 
@@ -391,9 +391,8 @@ def test_a_task_that_has_ended_without_having_begun_has_no_key(
     assert not [record for record in caplog.records if record.levelname == "ERROR" or "not be" in record.message]
 
 
-@pytest.mark.parametrize("at", PLACES.values(), ids=PLACES)
 def test_a_task_that_ends_without_having_begun_is_withdrawn_though_its_soft_time_limit_comes_then(
-    unique_task: Any, keys: Keys, at: type[AtLine], caplog: pytest.LogCaptureFixture
+    unique_task: Any, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Wherever in our code; Celery drops what a handler of its signals raises, and logs it."""
     header = Header("mine", 0, key=f"{keys.prefix}k").as_headers()
@@ -401,7 +400,7 @@ def test_a_task_that_ends_without_having_begun_is_withdrawn_though_its_soft_time
     with handled(over):
         for number in itertools.count(1):
             keys["k"] = queued("mine", 0)
-            place = at(number, over)
+            place = AtPlace(number, over)
             with traced(place):
                 end_without_a_run(unique_task, **header)
             assert eventually(lambda: "k" not in keys), place.where
