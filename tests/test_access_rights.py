@@ -15,20 +15,17 @@ from celery.contrib.testing.worker import start_worker
 from celery.exceptions import WorkerLostError
 from celery.signals import task_failure, worker_shutdown
 
+import only_one as only_one_package
 from only_one import buffer_one, configure, current_lock, only_one
-from only_one.call.effective_options import Call
-from only_one.celery import coalescing, redelivery
 from only_one.clock import now
 from only_one.connections import server as servers
-from only_one.driver import drive
 from only_one.inspection import held, holder_of, key_of, release, release_key
-from only_one.lock import commands, renewal
-from only_one.lock.commands import MarkerUpdate, Retained, evaluate
+from only_one.lock import renewal
 from only_one.lock.pending_releases import PendingRelease
 from only_one.lock.token import TokenFactory
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
-from tests.celery.deliveries import token_of, withdraw
+from tests.celery.deliveries import token_of
 from tests.clients import clients
 from tests.decorated import call_both, decorated, decorated_async
 from tests.faults.programs import Running
@@ -95,7 +92,7 @@ def work(number: int) -> int:
     return number
 
 
-def use_tasks(client: Any, url: str) -> None:
+def use_tasks(client: Any, _url: str) -> None:
     """What tasks do besides, in a worker and by themselves."""
     app: Any = an_app()
 
@@ -117,22 +114,6 @@ def use_tasks(client: Any, url: str) -> None:
     client.set("only_one:-1", token_of("its id", is_dead=True), px=600_000)
     task_failure.send(sender=renames, task_id="its id", exception=WorkerLostError(), args=(1,), kwargs={})
     assert eventually(lambda: not client.exists("only_one:-1"))
-    server, key, marker = servers.find_server(url), "only_one:marked", "{only_one:marked}:copy:1"
-    for commands_ in (
-        redelivery.read_marker(key, marker, 60),
-        evaluate(redelivery.REQUEUED, key, 1, 60_000, beside=(marker,)),
-        commands.end(server.features, key, b"ours", marker=MarkerUpdate(marker, 60_000)),
-        commands.end(server.features, key, b"ours", Retained(b"kept", now() + 1), MarkerUpdate(marker, 60_000)),
-        evaluate(redelivery.STORED, key, beside=(marker,)),
-        redelivery.read_marker(key, marker, 0),
-    ):
-        drive(server.client, commands_)
-    options: Any = None  # they do not count
-    call = Call(options, server, key)
-    trigger = coalescing.arrive(call, app, "1", None, "", "", begins=False)
-    coalescing.note_published(call, app, trigger, 30, None)
-    coalescing.arrive(call, app, "1", trigger, "", "", begins=True)
-    withdraw(server, key, trigger)
 
 
 def use_inspection(client: Any, url: str) -> None:
@@ -157,7 +138,12 @@ def test_the_rights_that_the_page_lists_are_enough_and_none_is_in_vain(
     with configure(redis=url, prefix="only_one:"):
         admin.config_resetstat()
         use(admin, url)
-    in_vain = rights(what) - used(admin)
+    texts = (
+        [path.read_text() for path in Path(only_one_package.__file__).parent.rglob("*.py")] if what == "tasks" else []
+    )
+    in_scripts = {command for text in texts for command in re.findall(r"redis\.call\('(\w+)'", text)}
+    assert in_scripts <= rights(what)  # also where they are seldom called, as for a task that is withdrawn
+    in_vain = rights(what) - used(admin) - in_scripts
     assert in_vain <= (set() if what == "functions" else rights("functions"))
 
 

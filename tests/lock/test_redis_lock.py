@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,43 +92,6 @@ def url(request: pytest.FixtureRequest) -> str:
     """The usual server, unless a test asks for other kinds of servers."""
     found: str = request.getfixturevalue(getattr(request, "param", "redis_url"))
     return found
-
-
-def sending_again(times: int, retry: Any = Retry) -> dict[str, Any]:
-    """Options of a client that sends a command again whose reply is lost."""
-    return {"retry": retry(NoBackoff(), times), "retry_on_error": list(LOST)}
-
-
-class Waits:
-    """An asyncio lock as if it were a sync one: each of its methods is waited for."""
-
-    def __init__(self, lock: AsyncLock, loop: asyncio.AbstractEventLoop) -> None:
-        self._lock = lock
-        self._loop = loop
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._lock, name)
-        if not callable(attribute):
-            return attribute
-        return lambda *args, **options: self._loop.run_until_complete(attribute(*args, **options))
-
-
-@pytest.fixture(params=["sync", "async"])
-def make_lock(request: pytest.FixtureRequest, key: str) -> Iterator[Callable[..., Any]]:
-    """A callable that makes our sync lock, or our asyncio lock, of a server."""
-    loop, clients = asyncio.new_event_loop(), ExitStack()
-
-    def make(url: str, timeout: float | None, retries: int = 0) -> Any:
-        if request.param == "sync":
-            client: Any = clients.enter_context(redis.Redis.from_url(url, **sending_again(retries)))
-            return Lock(client, key, timeout=timeout)
-        client = redis.asyncio.Redis.from_url(url, **sending_again(retries, redis.asyncio.retry.Retry))
-        clients.callback(lambda: loop.run_until_complete(client.aclose()))
-        return Waits(AsyncLock(client, key, timeout=timeout), loop)
-
-    yield make
-    clients.close()
-    loop.close()
 
 
 # Acquire and release
@@ -316,16 +279,28 @@ def test_a_server_is_asked_once_for_what_it_refuses(
 @over_new_and_old
 @pytest.mark.parametrize("losses", [1, 2])
 @pytest.mark.parametrize("timeout", [600, None])
+@pytest.mark.parametrize("kind", [Lock, AsyncLock])
 def test_the_reply_to_acquire_is_lost_and_redis_py_asks_again(
-    make_lock: Any, proxy: Proxy, direct: Any, key: str, losses: int, timeout: Any
+    kind: Any, proxy: Proxy, direct: Any, key: str, losses: int, timeout: Any
 ) -> None:
-    lock, lost = make_lock(proxy.url, timeout, losses), proxy.lose_reply("SET", times=losses)
-    assert lock.acquire(blocking=False)
-    assert lost.met.is_set()
-    assert direct.get(key) == lock.local.token
-    lost = proxy.lose_reply(*RELEASES)
-    lock.release()
-    assert lost.met.is_set()
+    module: Any = redis.asyncio if kind is AsyncLock else redis
+    retry: Any = (redis.asyncio.retry if kind is AsyncLock else redis.retry).Retry(NoBackoff(), losses)
+
+    async def result_of(called: Any) -> Any:
+        return await called if kind is AsyncLock else called
+
+    async def main() -> None:
+        client = module.Redis.from_url(proxy.url, retry=retry, retry_on_error=list(LOST))
+        lock, lost = kind(client, key, timeout=timeout), proxy.lose_reply("SET", times=losses)
+        assert await result_of(lock.acquire(blocking=False))
+        assert lost.met.is_set()
+        assert direct.get(key) == lock.local.token
+        lost = proxy.lose_reply(*RELEASES)
+        await result_of(lock.release())
+        assert lost.met.is_set()
+        await result_of(client.aclose() if kind is AsyncLock else client.close())
+
+    asyncio.run(main())
     assert direct.exists(key) == 0
 
 
