@@ -101,6 +101,7 @@ OTHER = "another program stores something else at this key: write another key, o
         (redis_py.Redis(unix_socket_path="/s"), OSError("away"), "OSError of /s: away"),
         (SENTINEL([("a", 1), ("b", 2)]).master_for("m"), OSError("away"), "OSError of m of Sentinel a:1, b:2: away"),
         (CLUSTER, OSError("away"), "OSError of the cluster: away"),
+        (CLUSTER, redis.exceptions.MovedError("0 h:1"), "MovedError of the cluster: 0 h:1"),
         (servers._NoClient(OSError()), OSError("away"), "OSError of the server: away"),
     ],
 )
