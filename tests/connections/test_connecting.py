@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from encodings import idna
 from functools import partial
 from types import SimpleNamespace
@@ -234,15 +235,17 @@ def test_what_a_signal_raises_while_a_reply_is_awaited_reaches_the_caller_and_th
 def test_what_another_thread_raises_while_a_reply_is_awaited_reaches_the_caller_and_the_key_is_freed(
     proxy: Proxy, redis: redis_py.Redis, key: str, error: type[BaseException], names: tuple[str, ...]
 ) -> None:
-    """As time limits do in threads: Python raises it in the code that runs there, with no frame of the other thread."""
-    held, here = proxy.hold_up(*names), threading.get_ident()
+    """As time limits do: Python raises it in the code that runs there, with no frame of the other thread.
 
-    def raise_there() -> None:
-        held.met.wait(LIMIT)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(error))
+    There is not the main thread: to that it does not come in Python 3.11 once a thread could not be started there.
+    """
+    held = proxy.hold_up(*names)
+    with ThreadPoolExecutor(1) as pool, garbage_left(), BY_DEFAULT.from_url(proxy.url) as client:
+        there = pool.submit(threading.get_ident).result()
+        called = pool.submit(decorated(lambda: None, redis=client))
+        assert held.met.wait(LIMIT)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(there), ctypes.py_object(error))
         held.let_go()
-
-    threading.Thread(target=raise_there).start()
-    with garbage_left(), BY_DEFAULT.from_url(proxy.url) as client, pytest.raises(error):
-        decorated(lambda: None, redis=client)()
+        with pytest.raises(error):
+            called.result(LIMIT)
     assert eventually(lambda: not redis.exists(key))
