@@ -14,7 +14,7 @@ WITH_RABBITMQ := $(patsubst %,tests/live/test_%.py,canvas ends redelivery requeu
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-picture newsletter docs dev test test-rabbitmq lint types interrupts suite site browser-check words \
-	release-check queues coverage soak soak-hour mutants simulate simulate-mutants benchmark benchmark-async benchmark-peers clean
+	release-check queues coverage soak soak-hour mutants simulate simulate-mutants benchmark benchmark-peers clean
 
 help: ## list these commands
 	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -122,9 +122,6 @@ mutants: .venv/dev.stamp ## small changes of one module that none of its tests n
 
 benchmark: .venv/peers ## a decorated call beside bare commands and the peers, with and without hiredis
 	$(BESIDE_PEERS) -m benchmarks.costs $(ARGS)
-
-benchmark-async: .venv/peers ## 1,000 async calls at a time through 10 connections
-	$(BESIDE_PEERS) -m benchmarks.costs --at-a-time --calls 1000 --rounds 7 $(ARGS)
 
 # Some six minutes; ARGS=--write replaces the tables in docs/comparison.md.
 benchmark-peers: .venv/peers ## what becomes of a lock, beside other libraries

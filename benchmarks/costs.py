@@ -1,10 +1,9 @@
 """What a decorated call costs beside the bare commands that it cannot do without, and beside the peers.
 
-    python -m benchmarks.costs [--rounds N] [--calls N] [--at-a-time] [--write]
+    python -m benchmarks.costs [--rounds N] [--calls N] [--write]
 
 Measures everything twice, with redis-py's parser in C (hiredis) and without.
 Each figure is a median of ratios within one run, so a busy machine blurs it, and a slow one does not change it.
-With --at-a-time the calls of a block are async, share 10 connections, and run at a time: ``make benchmark-async``.
 With --write, the table and the chart of the documentation are replaced.
 """
 
@@ -41,8 +40,7 @@ def measure(parser: str, options: argparse.Namespace) -> dict[tuple[str, str], f
     warnings.simplefilter("ignore")
     from benchmarks import costs_measured as measured  # noqa: PLC0415 - see above
 
-    rounds = measured.Measure(options.rounds, options.calls, at_a_time=options.at_a_time)
-    return measured.measure_groups(rounds, only_many=options.at_a_time)
+    return measured.measure_groups(measured.Measure(options.rounds, options.calls))
 
 
 def summary(found: dict[tuple[str, str], float]) -> str:
@@ -82,7 +80,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200, help="blocks of calls of each kind (200)")
     parser.add_argument("--calls", type=int, default=20, help="calls in a block (20)")
-    parser.add_argument("--at-a-time", action="store_true", help="async calls, all of a block at a time")
     parser.add_argument("--write", action="store_true", help="replace the table and the chart in docs/")
     options = parser.parse_args()
     found = []

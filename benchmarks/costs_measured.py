@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -30,8 +31,8 @@ Calls = dict[str, Callable[[], Any]]
 
 SECONDS = 30
 LONG = 3600
-CONNECTIONS = 10
-"""Of each pool that is shared by async calls at a time."""
+AT_A_TIME, CONNECTIONS = 1000, 10
+"""Async calls at a time, and the connections of the pool that they share."""
 
 URL = "https://example.org/feed.xml"
 COMPARE_AND_DELETE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
@@ -47,53 +48,47 @@ OURS, ONE, ALL = "only_one", "only_one, key of one argument", "only_one, MD5 of 
 SINGLETON, ONCE = "celery-singleton", "celery-once"
 
 
+@dataclass
 class Measure:
     """Rounds of blocks of calls; those of coroutine functions run in an event loop.
 
-    Args:
+    Attributes:
         rounds: how many blocks of each call.
         calls: how many calls in a block.
-        at_a_time: whether all calls of a block, which are coroutine functions then, run at a time.
-
-    Attributes:
         found: the medians of the ratios, by group and call.
     """
 
-    def __init__(self, rounds: int, calls: int, *, at_a_time: bool) -> None:
-        self.found: dict[tuple[str, str], float] = {}
-        self._rounds, self._calls, self._at_a_time = rounds, calls, at_a_time
-        self._loop = asyncio.new_event_loop()
+    rounds: int
+    calls: int
+    found: dict[tuple[str, str], float] = field(default_factory=dict)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __call__(self, group: str, calls: Calls, clock: Callable[[], float] = time.perf_counter) -> None:
         """Measure the calls of a group."""
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for call in calls.values():
             self._repeat(call, 1)  # what is learnt once is learnt here
-        for _ in range(self._rounds):
+        for _ in range(self.rounds):
             for name in random.sample(list(calls), len(calls)):
                 begun = clock()
-                self._repeat(calls[name], self._calls)
+                self._repeat(calls[name], self.calls)
                 seconds[name].append(clock() - begun)
-        around = seconds.pop(NOTHING, [0.0] * self._rounds)
+        around = seconds.pop(NOTHING, [0.0] * self.rounds)
         bare = next(iter(seconds.values()))
         for name, each in seconds.items():
             ratios = [(ours - both) / (least - both) for ours, least, both in zip(each, bare, around, strict=True)]
             self.found[group, name] = statistics.median(ratios)
 
     def _repeat(self, call: Callable[[], Any], times: int) -> None:
-        if self._at_a_time or inspect.iscoroutinefunction(call):
-            self._loop.run_until_complete(self._await(call, times))
+        async def repeat() -> None:
+            for _ in range(times):
+                await call()
+
+        if inspect.iscoroutinefunction(call):
+            self._loop.run_until_complete(repeat())
         else:
             for _ in range(times):
                 call()
-
-    async def _await(self, call: Callable[[], Awaitable[Any]], times: int) -> None:
-        if not self._at_a_time:
-            for _ in range(times):
-                await call()
-        elif None in await asyncio.gather(*(call() for _ in range(times))):
-            msg = "a call has not run"
-            raise RuntimeError(msg)
 
 
 def two_commands(client: Any) -> Callable[[], None]:
@@ -120,40 +115,21 @@ def two_async_commands(client: Any, async_client: Any) -> Callable[[], Awaitable
     return bare
 
 
-def locks(client: Any) -> dict[str, Callable[[str, int], Any]]:
-    """How each peer makes a lock that has `acquire` and `release`, by its name and its seconds."""
-    redis_lock, sherlock = (importlib.import_module(name) for name in ("redis_lock", "sherlock"))
+def locks(client: Any, url: str) -> dict[str, tuple[Callable[[str, int], Any], dict[str, bool]]]:
+    """By each peer: how it makes a lock of a name and seconds, and how that is acquired without waiting for it."""
+    redis_lock, sherlock, huey = (importlib.import_module(name) for name in ("redis_lock", "sherlock", "huey"))
+    queue, at_once = huey.RedisHuey("costs", url=url), {"blocking": False}
     return {
-        "redis-py's Lock": lambda key, ttl: client.lock(key, timeout=ttl),
-        "python-redis-lock": lambda key, ttl: redis_lock.Lock(client, key, expire=ttl),
-        "sherlock": lambda key, ttl: sherlock.RedisLock(key, client=client, expire=ttl),
+        "redis-py's Lock": (lambda key, ttl: client.lock(key, timeout=ttl), at_once),
+        "python-redis-lock": (lambda key, ttl: redis_lock.Lock(client, key, expire=ttl), at_once),
+        "sherlock": (lambda key, ttl: sherlock.RedisLock(key, client=client, expire=ttl), at_once),
+        # It raises where it is taken, and does not ask who its owner is.
+        "huey (no owner)": (lambda key, _: queue.lock_task(key), {}),
     }
 
 
-def recipe(make: Callable[[str, int], Any], key: str) -> Callable[[], None]:
-    """A lock around nothing, which is not waited for."""
-
-    def call() -> None:
-        lock = make(key, SECONDS)
-        if lock.acquire(blocking=False):
-            lock.release()
-
-    return call
-
-
-def huey_recipe(queue: Any, key: str) -> Callable[[], None]:
-    """The same with a lock of huey, which raises where it is taken, and does not ask who its owner is."""
-    taken = importlib.import_module("huey.exceptions").TaskLockedException
-
-    def call() -> None:
-        with suppress(taken), queue.lock_task(key):
-            pass
-
-    return call
-
-
 def functions(measure: Measure, client: Any, url: str) -> None:
-    """A run and a skip of a plain function, and of an async one."""
+    """A run and a skip of a plain function, and of an async one, beside the locks of peers around nothing."""
 
     def work(feed_url: str, then: Callable[[], Any] = int) -> Any:  # noqa: ARG001 - it is in the key
         return then()
@@ -169,22 +145,27 @@ def functions(measure: Measure, client: Any, url: str) -> None:
     async def bare_set() -> None:
         await bare.set(TAKEN, BUSY, nx=True, px=SECONDS * 1000)
 
-    one, of_all = only_one("one:{feed_url:md5}"), only_one("all:{md5}")
-    ours, ours_async = partial(one(work), URL), partial(one(async_nothing), URL)
-    run: Calls = {TWO: two_commands(client), ONE: ours, ALL: partial(of_all(nothing), URL)}
+    ours, of_all = partial(only_one("one:{feed_url:md5}")(work), URL), partial(only_one("all:{md5}")(nothing), URL)
+    ours_async = partial(only_one("one:{feed_url:md5}")(async_nothing), URL)
+    run: Calls = {TWO: two_commands(client), ONE: ours, ALL: of_all}
     skip: Calls = {SET: partial(client.set, TAKEN, BUSY, nx=True, px=SECONDS * 1000), OURS: ours}
+    taken = importlib.import_module("huey.exceptions").TaskLockedException
+
+    def around_nothing(make: Callable[[str, int], Any], at_once: dict[str, bool], key: str) -> None:
+        lock = make(key, SECONDS)
+        with suppress(taken):
+            if lock.acquire(**at_once):
+                lock.release()
 
     def measure_skips() -> None:
         measure("a skip", skip)
         measure("an async skip", {SET: bare_set, OURS: ours_async})
 
     with redis.Redis.from_url(url) as of_peers:  # the bare commands share their connection with nobody, nor do ours
-        for name, make in locks(of_peers).items():
-            run[name], skip[name] = recipe(make, f"run-{name}"), recipe(make, f"skip-{name}")
-            make(f"skip-{name}", LONG).acquire(blocking=False)
-        huey = importlib.import_module("huey").RedisHuey("costs", url=url)
-        run["huey (no owner)"], skip["huey (no owner)"] = huey_recipe(huey, "run"), huey_recipe(huey, "skip")
-        huey.lock_task("skip").__enter__()
+        for name, (make, at_once) in locks(of_peers, url).items():
+            run[name] = partial(around_nothing, make, at_once, f"run-{name}")
+            skip[name] = partial(around_nothing, make, at_once, f"skip-{name}")
+            make(f"skip-{name}", LONG).acquire(**at_once)
         measure("a run", run)
         measure("an async run", {TWO: two_async_commands(client, bare), OURS: ours_async})
         ours(measure_skips)
@@ -193,16 +174,22 @@ def functions(measure: Measure, client: Any, url: str) -> None:
 def many_async_functions(measure: Measure, client: Any, url: str) -> None:
     """Async runs at a time through few connections, beside bare commands through a pool that waits for a free one."""
     waits: Any = redis.asyncio.BlockingConnectionPool.from_url(url, timeout=None, max_connections=CONNECTIONS)
-    bare_client: Any = redis.asyncio.Redis(connection_pool=waits)
+    own_client: Any = redis.Redis.from_url(url, max_connections=CONNECTIONS)
     numbers = count()
 
     async def work(number: int) -> int:
         return number
 
-    own_client: Any = redis.Redis.from_url(url, max_connections=CONNECTIONS)
-    call = only_one(work, key="{number}", timeout=600, redis=own_client)
-    calls = {TWO: two_async_commands(client, bare_client), OURS: lambda: call(next(numbers))}
-    measure("async runs at a time", calls)
+    ours = only_one(work, key="{number}", timeout=600, redis=own_client)
+
+    async def at_a_time(call: Callable[[], Awaitable[Any]]) -> None:
+        if None in await asyncio.gather(*(call() for _ in range(AT_A_TIME))):
+            msg = "a call has not run"
+            raise RuntimeError(msg)
+
+    bare = partial(at_a_time, two_async_commands(client, redis.asyncio.Redis(connection_pool=waits)))
+    few = replace(measure, rounds=min(measure.rounds, 7), calls=1)
+    few("1,000 async runs at once", {TWO: bare, OURS: partial(at_a_time, lambda: ours(next(numbers)))})
 
 
 def app_of(url: str) -> Celery:
@@ -279,11 +266,11 @@ def queueing(measure: Measure, client: Any, url: str) -> None:
     measure("a key", {SINGLETON: theirs, OURS: partial(ours.make_key, ours.plain, args, {})})
 
 
-def measure_groups(measure: Measure, *, only_many: bool) -> dict[tuple[str, str], float]:
-    """Measure all groups but that of many async calls at a time, or only that."""
+def measure_groups(measure: Measure) -> dict[tuple[str, str], float]:
+    """Measure all groups."""
     logging.disable(logging.ERROR)
     with redis_server() as server, redis.Redis.from_url(server.url) as client, configure(redis=client):
         client.set(TAKEN, BUSY)
-        for group in (many_async_functions,) if only_many else (functions, runs_of_tasks, queueing):
+        for group in (functions, many_async_functions, runs_of_tasks, queueing):
             group(measure, client, server.url)
     return measure.found
