@@ -1,4 +1,4 @@
-"""An hour of faults: workers, beat, producers and plain processes, of which none may run beside another.
+"""An hour of faults: workers, producers and plain processes, of which none may run beside another.
 
     python -m benchmarks.soak_hour [--minutes N] [--seed N] [--broker redis|classic] [--log FOLDER]
 
@@ -29,37 +29,32 @@ from typing import Any
 
 import redis
 
-from benchmarks.soak_hour_app import BROKER, LOCKS, NAME, PREFIX, QUEUE_TIMEOUT, TASKS, WITNESS
+from benchmarks.soak_hour_app import BROKER, LOCKS, PREFIX, QUEUE_TIMEOUT, TASKS, WITNESS
 from only_one import testing
 from only_one.clock import now
-from only_one.testing import Guarded
 from rigs.namespaces import elsewhere
+from rigs.programs import Logged, celery_worker
 from rigs.proxy import Proxy
 from rigs.rabbitmq import rabbitmq_server
 from rigs.servers import redis_server
-from rigs.waiting import eventually, wait_until
+from rigs.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
-CELERY = [sys.executable, "-m", "celery", "-A", "benchmarks.soak_hour_app"]
-QUIET = ["--without-gossip", "--without-mingle", "--without-heartbeat", "-l", "INFO"]
-WORKER = [*CELERY, "worker", "-P", "prefork", "-c", "3", *QUIET]
 CALM = (0.5, 4.0)
 """The shortest and longest time in seconds between two faults."""
 
 SHORT, LONG = (0.1, 0.8), (3.2, 6.0)
 """Seconds of a pause or a fault of the network: shorter, and longer than every lease."""
 
-STARTS_WITHIN = 60.0
-READY = b" ready."
-"""In the log of each process once it has started."""
-
+ENDS_WITHIN = 60.0
 DRAINED_WITHIN = 120.0
 PATIENCE = 3.0
 """Seconds after a fault of the network in which a release may still be unconfirmed."""
 
 WORKERS = ["here", "there"]
-PRODUCERS, FUNCTIONS = ["producer 1", "producer 2"], ["plain 1", "plain 2"]
-CALLERS = ["beat", *PRODUCERS, *FUNCTIONS]
+CALLERS = ["send_tasks 1", "send_tasks 2", "call_functions 1", "call_functions 2"]
+"""What each of them calls, and its number."""
+
 KINDS = {*TASKS, "plain", "plain_async"}
 
 
@@ -187,21 +182,15 @@ class Soak:
             url = self._rabbitmq.make_place()
         places = {LOCKS: self._proxy.url, BROKER: url, WITNESS: str(folder / "witness")}
         self._environment = {**os.environ, **places}
-        self._processes: dict[str, Guarded] = {}
+        self._processes: dict[str, Logged] = {}
         stack.callback(lambda: self._close(*self._processes))
         inside = elsewhere() or []
         print("two workers,", "each on a machine of its own" if inside else "on one machine", flush=True)
-        self._commands = {
-            "here": [*WORKER, "-n", "here@%h"],
-            "there": [*inside, *WORKER, "-n", "there@%h"],
-            "beat": [*CELERY, "beat", "-S", "celery.beat:Scheduler", "--pidfile="],
-            **{name: self._calling("send_tasks") for name in PRODUCERS},
-            **{name: self._calling("call_functions") for name in FUNCTIONS},
-        }
-
-    def _calling(self, function: str) -> list[str]:
-        seed = self._random.randrange(1_000_000)
-        return [sys.executable, "-c", f"from benchmarks.soak_hour_app import {function}; {function}({seed})"]
+        begin, app = {"here": [], "there": inside}, "benchmarks.soak_hour_app"
+        self._commands = {name: [*begin[name], *celery_worker(app, "-n", f"{name}@%h")] for name in WORKERS}
+        for name in CALLERS:
+            call = f"import {app} as app; app.{name.split()[0]}({self._random.randrange(1_000_000)})"
+            self._commands[name] = [sys.executable, "-c", call]
 
     def run(self, seconds: float) -> None:
         """Let everything run for so long, with a fault every few seconds; then let it end, and look for what is left.
@@ -224,11 +213,9 @@ class Soak:
     # The processes
 
     def _start(self, name: str) -> None:
-        path = self._folder / f"log of {name}"
-        with path.open("ab") as log:
-            begin, environment = log.tell(), {**self._environment, NAME: name}
-            self._processes[name] = Guarded(self._commands[name], cwd=ROOT, env=environment, stdout=log, stderr=log)
-        wait_until(lambda: READY in path.read_bytes()[begin:], STARTS_WITHIN, f"{name} does not start", pause=0.1)
+        log = self._folder / f"log of {name}"
+        self._processes[name] = Logged(self._commands[name], log, cwd=ROOT, env=self._environment)
+        self._processes[name].wait_until_ready()
 
     def _close(self, *names: str) -> None:
         for name in names:
@@ -317,7 +304,7 @@ class Soak:
     def _shut_down(self, worker: str, how: int) -> None:
         """End a worker in order: a warm shutdown (SIGTERM) waits for its runs, and a cold one (SIGQUIT) does not."""
         send_signal(how, self._program(worker))
-        if not eventually(lambda: self._has_ended(worker), STARTS_WITHIN, pause=0.1):
+        if not eventually(lambda: self._has_ended(worker), ENDS_WITHIN, pause=0.1):
             self.faults["worker that did not shut down"] += 1
 
     # The end

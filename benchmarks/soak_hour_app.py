@@ -18,18 +18,18 @@ from typing import Any
 from uuid import uuid4
 
 from celery import Celery
-from celery.signals import after_task_publish, beat_init, before_task_publish, task_postrun
+from celery.signals import after_task_publish, task_postrun
 from kombu.exceptions import OperationalError
 
 from only_one import OnlyOneError, buffer_one, configure, current_lock, only_one, retry
 from only_one.clock import now
+from rigs.programs import READY
 from rigs.sweeps import soon
 
 LOCKS = "SOAK_LOCKS"
 BROKER = "SOAK_BROKER"
 WITNESS = "SOAK_WITNESS"
-NAME = "SOAK_NAME"
-"""The variables of the environment: two URLs, the path of the witness file, and the name of the process."""
+"""The variables of the environment: two URLs, and the path of the witness file."""
 
 PREFIX = "soak:"
 QUEUE_TIMEOUT = 20.0
@@ -69,35 +69,14 @@ def note(table: str, name: str, /, **facts: object) -> None:
     os.write(_witness, json.dumps([table, name, facts]).encode() + b"\n")
 
 
-def print_ready(**_: Any) -> None:
-    """Say that the process has started, in the words of Celery's workers."""
-    print(os.environ[NAME], "ready.", flush=True)
-
-
 ENDS = {"SUCCESS": "skipped", "FAILURE": "failed", "REJECTED": "rejected by Celery"}
 """What a task has come to without a run, by its state: Celery rejects a retry while the broker is away."""
-
-_published_at: dict[str, float] = {}
 
 if WITNESS in os.environ:  # in a process that the soak has started
     _witness = os.open(os.environ[WITNESS], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     app.conf.broker_url = os.environ[BROKER]
     app.conf.broker_transport_options = OPTIONS[os.environ[BROKER].partition(":")[0]]
-    app.conf.beat_schedule = {"below": {"task": "below", "schedule": 1.0, "args": ["0", 0.05]}}
     configure(redis=os.environ[LOCKS], prefix=PREFIX, queue_timeout=QUEUE_TIMEOUT)
-
-    beat_init.connect(print_ready, weak=False)
-
-    def _about_to_send(headers: dict[str, Any], **_: Any) -> None:
-        _published_at[headers["id"]] = now()
-
-    def _sent(headers: dict[str, Any], body: Any, **_: Any) -> None:
-        name, sent_at = headers["task"], _published_at.pop(headers["id"])
-        note("tasks", headers["id"], name=name, key=f"{name}:{body[0][0]}", sent_at=sent_at)
-
-    if os.environ[NAME] not in {"here", "there"}:  # workers send tasks again, under the same id
-        before_task_publish.connect(_about_to_send)
-        after_task_publish.connect(_sent)
 
     @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]  # Celery has no types
     def _outcome(task_id: str, state: str, retval: Any, **_: Any) -> None:
@@ -182,16 +161,23 @@ def _arguments(dice: random.Random) -> tuple[str, float]:
     return str(dice.randrange(KEYS)), seconds
 
 
+@after_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
+def _sent(headers: dict[str, Any], body: Any, **_: Any) -> None:
+    """Write down that a task was sent; workers send it again under the same id, at no other time."""
+    name = headers["task"]
+    note("tasks", headers["id"], name=name, key=f"{name}:{body[0][0]}", sent_at=headers["sent_at"])
+
+
 def send_tasks(seed: int) -> None:
     """Send tasks, until the process is ended."""
     dice = random.Random(seed)
-    print_ready()
+    print(READY, flush=True)
     while True:
         time.sleep(dice.uniform(0.06, 0.18))
         name = dice.choice(list(TASKS))
         retries = {"retries": dice.choice([0, 0, 0, 1, 2])} if name == "again" else {}
         with suppress(OnlyOneError, OperationalError):  # the server of the locks, or the broker, is away
-            TASKS[name].apply_async(_arguments(dice), retries)
+            TASKS[name].apply_async(_arguments(dice), retries, headers={"sent_at": now()})
 
 
 def call_functions(seed: int) -> None:
@@ -208,5 +194,5 @@ def call_functions(seed: int) -> None:
     async def call_in_parallel() -> None:
         await asyncio.gather(*(call_in_turn() for _ in range(5)))
 
-    print_ready()
+    print(READY, flush=True)
     asyncio.run(call_in_parallel())

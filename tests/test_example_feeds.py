@@ -6,7 +6,7 @@ import re
 import signal
 from pathlib import Path
 
-from rigs.waiting import eventually
+from rigs.waiting import LIMIT, eventually
 from tests.programs import program
 
 DEMO = "examples.feeds"
@@ -24,8 +24,8 @@ def test_nothing_overlaps_and_without_the_lock_the_witness_sees_that_it_does(tmp
     for folder in (locked, bare):
         folder.mkdir()
     with program(DEMO, locked, "--duration=8") as ours, program(DEMO, bare, "--duration=8", ONLY_ONE_ACTIVE="0") as its:
-        assert ours.wait() == 0, ours.text
-        assert its.wait() == 1, its.text
+        assert ours.wait(2 * LIMIT) == 0, ours.text
+        assert its.wait(2 * LIMIT) == 1, its.text
     ticks, runs, skips, overlaps = total(ours.text)
     assert (ticks, overlaps) == (runs + skips, 0)
     assert not [*locked.iterdir()]
@@ -37,7 +37,7 @@ def test_a_demo_that_is_broken_off_ends_what_it_has_started(tmp_path: Path) -> N
     """That its commands end even if it is killed is in `test_testing.py`."""
     with program(DEMO, tmp_path) as demo:
         assert eventually(lambda: [*tmp_path.glob("*/worker.log")])
-        demo.process.send_signal(signal.SIGINT)
-        assert demo.wait() == 128 + signal.SIGINT
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(2 * LIMIT) == 128 + signal.SIGINT
         assert "interrupted: everything that was started has been ended." in demo.text
     assert not [*tmp_path.iterdir()]

@@ -9,7 +9,7 @@ import pytest
 
 from examples.newsletter import making, recipients
 from examples.newsletter.recipients import CHUNK
-from rigs.waiting import eventually
+from rigs.waiting import LIMIT, eventually
 from tests.programs import program
 
 NEWSLETTER = "examples.newsletter"
@@ -55,10 +55,10 @@ def test_what_is_broken_off_goes_on_at_the_next_start(tmp_path: Path) -> None:
     accepted = tmp_path / "accepted"
     with program(NEWSLETTER, tmp_path, *arguments) as news:
         assert eventually(lambda: accepted.exists() and accepted.stat().st_size > 0)
-        news.process.kill()
+        news.kill()
     assert accepted.read_text().count("\n") < 900
     with program(NEWSLETTER, tmp_path, *arguments) as news:
-        assert news.wait() == 0, news.text
+        assert news.wait(2 * LIMIT) == 0, news.text
     for trouble in ("Traceback", "Exception ignored"):
         assert trouble not in news.text
     ((mails, twice),) = re.findall(r"^the SMTP server has accepted (\d+) mails: (\d+) twice$", news.text, re.MULTILINE)

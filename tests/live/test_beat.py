@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from only_one.testing import Guarded
+from rigs.programs import Logged
 from rigs.waiting import eventually
 from tests.live.workers import ROOT, World
 
@@ -31,11 +31,10 @@ def test_a_tick_of_two_beats_whose_clocks_differ_runs_once(place: World, tmp_pat
     with ExitStack() as stack:
         stack.enter_context(place.worker(module=NAME))
         for name, clock in (("exact", 0.0), ("behind", -APART)):
-            output = stack.enter_context((tmp_path / name).open("wb"))
             command = [sys.executable, "-m", "celery", "-A", NAME, "beat", "-l", "INFO", "--pidfile", ""]
             command += ["--schedule", str(tmp_path / f"schedule of {name}")]
             told = {**place.environment, "LIVE_CLOCK": str(clock)}
-            stack.enter_context(Guarded(command, cwd=ROOT, env=told, stdout=output, stderr=output))
+            stack.enter_context(Logged(command, tmp_path / name, cwd=ROOT, env=told))
         assert eventually(lambda: len(of_both()) >= TICKS)
         ticks = of_both()
     print(len(ticks), "ticks")

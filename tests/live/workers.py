@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -22,6 +21,8 @@ from celery._state import get_current_app
 
 from only_one.holder import Holder
 from only_one.testing import Guarded
+from rigs import programs
+from rigs.programs import Logged
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.live.brokers import KIND, Broker
@@ -109,16 +110,13 @@ def celery_worker(
         size: of the pool.
         folder: that of the code.
     """
-    quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-    command = [sys.executable, "-m", "celery", "-A", application, "worker", "-l", "INFO", *quiet]
-    command += ["-P", pool, "-c", str(size), *options]
+    process = Logged(programs.celery_worker(application, *options, pool=pool, size=size), log, cwd=folder, env=env)
     try:
-        with log.open("wb") as output, Guarded(command, cwd=folder, env=env, stdout=output, stderr=output) as process:
-            assert eventually(lambda: b" ready." in log.read_bytes() or process.poll() is not None)
-            assert process.poll() is None, log.read_text()[-2000:]
+        with process:
+            process.wait_until_ready()
             yield process
     finally:
-        print(log.read_text(errors="replace")[-20_000:])
+        print(process.text[-20_000:])
 
 
 def leave(app: Any) -> None:

@@ -17,6 +17,7 @@ from redis import Redis
 
 from only_one.holder import Holder
 from only_one.testing import Guarded
+from rigs.programs import Logged
 from rigs.servers import free_ports
 from rigs.waiting import LIMIT, eventually
 from tests.live.workers import ROOT, celery_worker, sender
@@ -52,11 +53,9 @@ class Place:
     @contextmanager
     def running(self, name: str, *command: str) -> Iterator[Guarded]:
         """A module of Python's that runs until the end of the block, with a log of this name."""
-        path = self.folder / name
-        whole = [sys.executable, "-m", *command]
-        with path.open("wb") as log, Guarded(whole, cwd=self.folder, env=self.env, stdout=log, stderr=log) as process:
+        with Logged([sys.executable, "-m", *command], self.folder / name, cwd=self.folder, env=self.env) as process:
             yield process
-        print(self.log(name)[-20_000:])
+        print(process.text[-20_000:])
 
     def worker(self, module: str, size: int, name: str = "worker", **env: str) -> AbstractContextManager[Guarded]:
         """A worker of so many processes."""
