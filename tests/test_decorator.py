@@ -107,6 +107,7 @@ def test_methods(prefix: str) -> None:
 
     feed = Feed("a")
     assert (feed.load(), Feed("b").load(more=2)) == (f"{prefix}feed:a:1", f"{prefix}feed:b:2")
+    assert key_of(feed.load, 3) == key_of(Feed.load, feed, more=3) == f"{prefix}feed:a:3"
     assert asyncio.run(feed.load_async()) == f"{prefix}async:a"
     assert feed.with_digest() == Feed("a").with_digest() != Feed("b").with_digest()
     assert Feed.of_class(1) == feed.of_class(a=1) == ("Feed", f"{prefix}class:1")

@@ -16,7 +16,6 @@ from redis import Redis
 from redis.exceptions import NoPermissionError
 
 from only_one import ConfigurationError, UnkeyableArgument, configure, current_lock, inspection, only_one, settings
-from only_one.connections.nodes import Node
 from only_one.inspection import held, held_key, holder_of, key_of, release, release_key
 from only_one.lock.token import TokenFactory
 from only_one.testing import redis_server
@@ -89,23 +88,14 @@ def test_a_foreign_value_is_shown_as_it_is_and_released(
         assert not list(held(redis=client))
 
 
-def server_of(client: Any) -> Any:
-    return SimpleNamespace(client=client)
-
-
-def test_a_key_that_is_shown_again_is_listed_once() -> None:
-    """As SCAN may show it."""
+def test_a_scan_shows_each_key_once_and_one_that_has_expired_since_has_no_time_left() -> None:
+    """SCAN may show a key again, and a key may expire before it is read."""
     client = Mock()
     client.send_raw.side_effect = [[b"7", [b"a"]], [b"8", []], [b"9", [b"b"]], [b"0", [b"a"]]]
-    client.send.side_effect = [[b"x", -1], [b"x", -1]]
-    assert [each.key for each in inspection._scan(server_of(client), "*")] == ["a", "b"]
-
-
-def test_a_key_that_expires_after_it_was_read_has_no_time_left() -> None:
-    client = Mock()
-    client.send.return_value = [b"x", -2]  # of GET and PTTL
-    (found,) = inspection._read(server_of(client), Node(client), [b"k"])
-    assert (found.value, found.expires_in) == (b"x", 0.0)
+    client.send.side_effect = [[b"x", -1], [b"x", -2]]  # of GET and PTTL
+    server: Any = SimpleNamespace(client=client)
+    found = [(each.key, each.value, each.expires_in) for each in inspection._scan(server, "*")]
+    assert found == [("a", b"x", None), ("b", b"x", 0.0)]
 
 
 def test_one_key_is_seen_with_and_without_its_prefix(redis: Redis, prefix: str) -> None:
@@ -190,16 +180,6 @@ def test_the_settings_of_an_app_hold_where_it_is_given(redis_url: str, monkeypat
         assert held_key("k", app=app) is not None
         assert release_key(key, "x", app=app)
         assert not client.exists(key)
-
-
-def test_the_key_of_a_method_is_that_of_its_call(prefix: str) -> None:
-    class Feed:
-        url = "u"
-
-        @only_one("{self.url}:{depth}")
-        def load(self, depth: int) -> None: ...
-
-    assert key_of(Feed().load, 3) == key_of(Feed.load, Feed(), 3) == f"{prefix}u:3"
 
 
 @pytest.mark.usefixtures("redis")

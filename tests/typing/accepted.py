@@ -46,18 +46,14 @@ async def plain_async(a: int, b: str = "x") -> float:
     return a
 
 
-def forms() -> None:
-    """Each way to decorate."""
+async def forms() -> None:
+    """Each way to decorate, and what is awaited."""
     assert_type(bare(1, "x", b"", c=2.0), float | None)
     assert_type(bare_generic(1), list[int] | None)
     assert_type(only_one(plain, key="k", timeout=300)(1, b="y"), float | None)
     assert_type(only_one("k")(plain)(1, "y"), float | None)
     assert_type(only_one("k")(lambda: "x")(), str | None)
     assert_type(only_one(key="k", timeout=300.5, work_id=lambda a, b: a)(plain)(a=1), float | None)
-
-
-async def async_forms() -> None:
-    """The same for what is awaited."""
     assert_type(await only_one(key=lambda a, b: f"k{a}")(plain_async)(a=1), float | None)
     await assert_type(only_one(plain_async)(1), Coroutine[Any, Any, float | None])
 
@@ -79,8 +75,8 @@ def why(error: LockUnavailable) -> bytes:
     return error.key.encode()
 
 
-def policies() -> None:
-    """The types follow by themselves."""
+async def policies() -> None:
+    """The types follow by themselves, of what is awaited, too."""
     assert_type(only_one("k", when_busy=fail)(plain)(1), float)
     assert_type(only_one("k", when_busy=who)(plain)(1), float | str)
     assert_type(only_one("k", when_busy=lambda error: error.task_id)(plain)(1), float | str | None)
@@ -88,10 +84,6 @@ def policies() -> None:
     again = retry(5, max_retries=3)
     assert_type(only_one("k", when_busy=again, when_down=retry(timedelta(seconds=9)))(plain)(1), float)
     assert_type(only_one("k", when_busy=who, when_lost=lost, when_down=why)(plain)(1), float | str | bytes)
-
-
-async def async_policies() -> None:
-    """The same for what is awaited."""
     assert_type(await only_one("k", when_busy=fail, when_down=why)(plain_async)(1), float | bytes)
     assert_type(await only_one(plain_async, key="k", when_busy=fail, when_down=carry_on)(1), float)
 
