@@ -1,6 +1,6 @@
 """An hour of faults: workers, producers and plain processes, of which none may run beside another.
 
-    python -m benchmarks.soak_hour [--minutes N] [--seed N] [--broker redis|classic] [--log FOLDER]
+    python -m benchmarks.soak_hour [--minutes N] [--seed N] [--broker redis|classic]
 
 At random times, from the printed seed: processes are killed and paused, workers are shut down, the server of the locks
 is restarted, and a proxy in front of it cuts, delays and swallows.
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -245,10 +246,6 @@ class Soak:
         children = [child for pid in self._program(name) for child in children_of(pid)]
         return [self._random.choice(children)] if children else []
 
-    def _group(self, name: str) -> list[int]:
-        """A process and its children, in one number."""
-        return [-self._processes[name].pid]
-
     # The faults
 
     def _cause_a_fault(self) -> str:
@@ -279,7 +276,7 @@ class Soak:
 
     def _kill(self, name: str) -> None:
         """Kill a process and its children, all at once, and start it again."""
-        send_signal(signal.SIGKILL, self._group(name))
+        send_signal(signal.SIGKILL, [-self._processes[name].pid])
         self._restart(name)
 
     @contextmanager
@@ -287,7 +284,7 @@ class Soak:
         """Stop one process, or a worker with all of its children, and continue it at the end of the block."""
         name = self._random.choice([*WORKERS, *WORKERS, *CALLERS])
         is_a_child = name in WORKERS and self._random.random() < 2 / 3
-        pids = self._a_child(name) if is_a_child else self._group(name)
+        pids = self._a_child(name) if is_a_child else [-self._processes[name].pid]
         send_signal(signal.SIGSTOP, pids)
         yield
         send_signal(signal.SIGCONT, pids)
@@ -375,19 +372,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="with faults (60)")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of all that is random")
     parser.add_argument("--broker", choices=["redis", "classic"], default="redis", help="classic is RabbitMQ")
-    parser.add_argument("--log", type=Path, help="a folder that keeps the logs and the witness file")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print(f"{options.minutes:g} minutes, seed {options.seed}, broker {options.broker}", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="only_one-soak-"))
+    print(f"{options.minutes:g} minutes, seed {options.seed}, broker {options.broker}, logs in {folder}", flush=True)
     with ExitStack() as stack:
-        folder = options.log or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="only_one-soak-")))
-        folder.mkdir(parents=True, exist_ok=True)
-        soak = Soak(options, folder.resolve(), stack)
+        soak = Soak(options, folder, stack)
         try:
             soak.run(options.minutes * 60)
         finally:
             is_well = soak.report()
     print(f"seed {options.seed}: {'all is well' if is_well else 'NOT WELL'}")
+    if is_well:
+        shutil.rmtree(folder)
     sys.exit(not is_well)
 
 
