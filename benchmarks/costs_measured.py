@@ -128,17 +128,19 @@ def locks(client: Any, url: str) -> dict[str, tuple[Callable[[str, int], Any], d
     }
 
 
+def nothing(feed_url: str) -> None:
+    """Do nothing."""
+
+
+async def async_nothing(feed_url: str) -> None:
+    """Do nothing."""
+
+
 def functions(measure: Measure, client: Any, url: str) -> None:
     """A run and a skip of a plain function, and of an async one, beside the locks of peers around nothing."""
 
     def work(feed_url: str, then: Callable[[], Any] = int) -> Any:  # noqa: ARG001 - it is in the key
         return then()
-
-    def nothing(feed_url: str) -> None:
-        """Do nothing."""
-
-    async def async_nothing(feed_url: str) -> None:
-        """Do nothing."""
 
     bare: Any = redis.asyncio.Redis.from_url(url)
 
@@ -205,9 +207,6 @@ def runs_of_tasks(measure: Measure, client: Any, url: str) -> None:
     from celery.app.trace import build_tracer  # noqa: PLC0415 - only processes that run tasks import it
 
     app, ids, two = app_of(url), count(), two_commands(client)
-
-    def nothing(feed_url: str) -> None:
-        """Do nothing."""
 
     def bare(feed_url: str) -> None:  # noqa: ARG001
         two()

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
@@ -33,8 +33,9 @@ from celery import chain
 
 from benchmarks import markdown, peers_app
 from benchmarks.peers_app import DEFAULT, EXPIRY, FIXED, PEERS, RENEWED, WITNESS_DB, Peer, app, client
-from only_one.testing import Guarded, redis_server
+from only_one.testing import redis_server
 from rigs.namespaces import elsewhere
+from rigs.programs import Logged, celery_worker
 from rigs.waiting import eventually, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +56,8 @@ CHILDREN = 24
 """Three at a time for each library."""
 
 HERE, ELSEWHERE = "here", "elsewhere"
-"""The workers, and the queue of the second."""
+QUEUES = {HERE: "celery", ELSEWHERE: ELSEWHERE}
+"""The workers, and their queues."""
 
 
 def called(call: Callable[[], Any]) -> Any:
@@ -93,13 +95,9 @@ class Unit:
         lines = map(json.loads, client(WITNESS_DB).lrange(f"notes:{self.name}", 0, -1))
         return [line for line in lines if line["word"] == word]
 
-    def wait(self, condition: Callable[[], object], what: str) -> None:
-        """Wait for what has to come."""
-        wait_until(condition, LIMIT, f"{self.peer.name}, {self.name}: no {what}")
-
     def wait_for(self, word: str) -> dict[str, Any]:
         """The first note of a kind, which is waited for."""
-        self.wait(lambda: self.notes(word), word)
+        wait_until(lambda: self.notes(word), LIMIT, f"{self.peer.name}, {self.name}: no {word}")
         return self.notes(word)[0]
 
     def call(self, *more: Any, **options: Any) -> Any:
@@ -120,7 +118,7 @@ class Unit:
         def run() -> bool:
             return any(note["id"] == call.id for note in self.notes("start"))
 
-        self.wait(lambda: run() or call.ready(), "run, and no end without one")
+        wait_until(lambda: run() or call.ready(), LIMIT, f"{self.peer.name}: neither a run nor an end without one")
         return run()
 
     def start_after(self, times: int, until: float) -> float | None:
@@ -149,26 +147,31 @@ class Unit:
         expiry = self.expiry()  # the calls below may make a new lock
         return "yes" if self.start_after(runs + 1, time.monotonic() + NOT_EXPECTED_AFTER) else f"no; {expiry}"
 
-    def freed_after_kill(self, killed_at: float, expiry: str) -> str:
+    def freed_after(self, kill: Callable[[], object]) -> str:
         """How long after the kill of the first run the next one starts."""
+        expiry = self.expiry()
+        kill()
+        killed_at = time.monotonic()
         started = self.start_after(2, killed_at + GIVEN_UP_AFTER)
         return f"{max(0.0, started - killed_at):.1f} s" if started else f"not in {GIVEN_UP_AFTER:g} s; {expiry}"
 
 
-_workers: dict[str, Guarded] = {}
+_workers: dict[str, Logged] = {}
 """By their names."""
 
 _all_have_begun = threading.Barrier(len(PEERS))
 
 
 @contextmanager
-def running_worker(name: str, folder: Path, *options: str, inside: Sequence[str] = ()) -> Iterator[None]:
-    """Run a worker for the length of a `with` block."""
-    log = folder / f"{name}.log"
-    command = [*inside, sys.executable, "-m", "celery", "-A", "benchmarks.peers_app", "worker", "-P", "prefork"]
-    command += ["-l", "INFO", "--without-gossip", "--without-mingle", "-n", f"{name}@peers", *options]
-    with log.open("wb") as output, Guarded(command, cwd=ROOT, stdout=output, stderr=output) as _workers[name]:
-        wait_until(lambda: b" ready." in log.read_bytes(), LIMIT, f"no worker: {log.read_text()[-2000:]}")
+def running_workers(inside: list[str]) -> Iterator[None]:
+    """Run both workers for the length of a `with` block, one of them on another machine."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        for name, size, begin in ((HERE, CHILDREN, []), (ELSEWHERE, len(PEERS), inside)):
+            options = ["-n", f"{name}@peers", "-Q", QUEUES[name]]
+            command = [*begin, *celery_worker("benchmarks.peers_app", *options, size=size)]
+            _workers[name] = stack.enter_context(Logged(command, Path(folder, name), cwd=ROOT))
+        for worker in _workers.values():
+            worker.wait_until_ready()
         yield
 
 
@@ -191,19 +194,19 @@ def killed_child(unit: Unit) -> str:
     first = unit.begin()
     inspect = app.control.inspect([f"{HERE}@peers"], timeout=5)
     # The worker has a task run again whose process is killed before the worker knows that it runs.
-    unit.wait(lambda: first["id"] in json.dumps(inspect.active(), default=str), "task that is active")
-    expiry = unit.expiry()
-    os.kill(first["pid"], signal.SIGKILL)
-    return unit.freed_after_kill(time.monotonic(), expiry)
+    wait_until(lambda: first["id"] in json.dumps(inspect.active(), default=str), LIMIT, "no task that is active")
+    return unit.freed_after(lambda: os.kill(first["pid"], signal.SIGKILL))
 
 
 def killed_worker(unit: Unit) -> str:
     """A worker on another machine gets SIGKILL, with all its processes; the next call is run by another worker."""
     unit.begin(queue=ELSEWHERE)
-    expiry = unit.expiry()
-    _all_have_begun.wait(LIMIT)
-    os.killpg(_workers[ELSEWHERE].pid, signal.SIGKILL)  # each library does, at the same time
-    return unit.freed_after_kill(time.monotonic(), expiry)
+
+    def kill() -> None:
+        _all_have_begun.wait(LIMIT)
+        os.killpg(_workers[ELSEWHERE].pid, signal.SIGKILL)  # each library does, at the same time
+
+    return unit.freed_after(kill)
 
 
 # A run that is longer than the expiry
@@ -235,7 +238,7 @@ def late_end(unit: Unit) -> str:
     unit.wait_for("end")
     third = unit.start_after(3, second + EXPIRY / 2)
     unit.let_go("second")
-    unit.wait(late.ready, "result of the late run")
+    wait_until(late.ready, LIMIT, "no result of the late run")
     said = "yes" if third and third < second + EXPIRY else "no"
     return f"{said}; it fails with `{type(late.result).__name__}`" if late.failed() else said
 
@@ -266,9 +269,9 @@ def revoked(unit: Unit) -> str:
     queue = f"later-{unit.peer.number}"
     task = unit.call(queue=queue)
     here = {"destination": [f"{HERE}@peers"], "reply": True, "timeout": 5}
-    unit.wait(lambda: app.control.revoke(task.id, **here), "worker that answers")
-    client(peers_app.BROKER_DB).lmove(queue, "celery")
-    unit.wait(lambda: task.state == "REVOKED", "task that is revoked")
+    wait_until(lambda: app.control.revoke(task.id, **here), LIMIT, "no worker that answers")
+    client(peers_app.BROKER_DB).lmove(queue, QUEUES[HERE])
+    wait_until(lambda: task.state == "REVOKED", LIMIT, "no task that is revoked")
     return unit.freed(0)
 
 
@@ -376,15 +379,13 @@ def main() -> None:
     if (inside := elsewhere()) is None:
         sys.exit("another machine needs unshare, as root or with user namespaces: neither is permitted here")
     found = {}
-    with tempfile.TemporaryDirectory() as folder, redis_server() as server, ExitStack() as stack:
+    with redis_server() as server:
         peers_app.connect(server.url.removesuffix("/0"))
-        stack.enter_context(running_worker(HERE, Path(folder), "-c", str(CHILDREN)))
-        there = ["-Q", ELSEWHERE, "-c", str(len(PEERS))]
-        stack.enter_context(running_worker(ELSEWHERE, Path(folder), *there, inside=inside))
-        for number, (title, measure) in enumerate(CHECKS.items(), 1):
-            if number in (options.only or [number]):
-                print(f"{number}: {title}", file=sys.stderr)
-                found[title] = seen(measure)
+        with running_workers(inside):
+            for number, (title, measure) in enumerate(CHECKS.items(), 1):
+                if number in (options.only or [number]):
+                    print(f"{number}: {title}", file=sys.stderr)
+                    found[title] = seen(measure)
         text = tables(found)
     if options.write and not options.only:
         markdown.write(PAGE, BEGIN, END, text)
