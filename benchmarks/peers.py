@@ -36,14 +36,11 @@ from benchmarks.peers_app import DEFAULT, EXPIRY, FIXED, PEERS, RENEWED, WITNESS
 from only_one.testing import redis_server
 from rigs.namespaces import elsewhere
 from rigs.programs import Logged, celery_worker
-from rigs.waiting import eventually, wait_until
+from rigs.waiting import LIMIT, eventually, wait_until
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-
-LIMIT = 120.0
-"""Seconds within which comes what has to come, on a slow machine, too."""
 
 GIVEN_UP_AFTER = 60.0
 """Seconds after a kill in which a lock that is not free is said not to be."""

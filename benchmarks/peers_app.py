@@ -11,9 +11,8 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from celery import Celery
@@ -96,81 +95,75 @@ def make(name: str, run: Callable[..., Any] = body, **options: Any) -> Any:
     return app.task(bind=True, name=name, **options)(run)
 
 
-def ours(settings: str, number: int) -> Any:
-    """The decorator with these settings."""
-    options: Any = {DEFAULT: {}, RENEWED: {"lease": EXPIRY}, FIXED: {"timeout": EXPIRY}}[settings]
-    return only_one(redis=database(number), **options)
+def _above(name: str, number: int, **options: Any) -> None:
+    only_one(redis=database(number), **options)(make(name))
 
 
-def _above(name: str, settings: str, number: int) -> None:
-    ours(settings, number)(make(name))
+def _below(name: str, number: int, **options: Any) -> None:
+    make(name, only_one(redis=database(number), **options)(body))
 
 
-def _below(name: str, settings: str, number: int) -> None:
-    make(name, ours(settings, number)(body))
-
-
-def _singleton(name: str, settings: str, number: int) -> None:
+def _singleton(name: str, number: int, **options: Any) -> None:
     app.conf.singleton_backend_url = database(number)
-    expiry = None if settings == DEFAULT else EXPIRY
-    make(name, base=importlib.import_module("celery_singleton").Singleton, lock_expiry=expiry)
+    make(name, base=importlib.import_module("celery_singleton").Singleton, **options)
 
 
-def _once(name: str, settings: str, number: int) -> None:
+def _once(name: str, number: int, **options: Any) -> None:
     app.conf.ONCE = {"backend": "celery_once.backends.Redis", "settings": {"url": database(number)}}
-    options = {} if settings == DEFAULT else {"timeout": EXPIRY}
     make(name, base=importlib.import_module("celery_once").QueueOnce, once=options)
 
 
-def _heimdall(name: str, settings: str, number: int) -> None:
+def _heimdall(name: str, number: int, **options: Any) -> None:
     base: Any = importlib.import_module("celery_heimdall").HeimdallTask
     # Its keys are in a database of their own, as it says how in its documentation.
     own = type("Apart", (base,), {"abstract": True, "setup_redis": lambda _: client(number)})
-    make(name, base=own, heimdall={"unique": True, **({} if settings == DEFAULT else {"unique_timeout": EXPIRY})})
+    make(name, base=own, heimdall={"unique": True, **options})
 
 
-def _recipe(name: str, settings: str, number: int) -> None:
+def _around(name: str, acquire: Callable[[str], Any], release: Callable[[Any], object]) -> None:
+    """A task whose run has a lock around it, which is not waited for."""
+
     def run(self: Any, unit: str, option: int = 0) -> int | None:
-        if not client(number).set(unit, 1, nx=True, ex=RECIPE_EXPIRY if settings == DEFAULT else EXPIRY):
+        if not (lock := acquire(unit)):
             return None
         try:
             return body(self, unit, option)
         finally:
-            client(number).delete(unit)
+            release(lock)
 
     make(name, run)
 
 
-def _redis_lock(name: str, settings: str, number: int) -> None:
-    options = {DEFAULT: {}, RENEWED: {"expire": EXPIRY, "auto_renewal": True}, FIXED: {"expire": EXPIRY}}[settings]
+def _recipe(name: str, number: int, ex: int = RECIPE_EXPIRY) -> None:
+    _around(name, lambda unit: client(number).set(unit, 1, nx=True, ex=ex) and unit, client(number).delete)
 
-    def run(self: Any, unit: str, option: int = 0) -> int | None:
+
+def _redis_lock(name: str, number: int, **options: Any) -> None:
+    def acquire(unit: str) -> Any:
         lock: Any = importlib.import_module("redis_lock").Lock(client(number), unit, **options)
-        if not lock.acquire(blocking=False):
-            return None
-        try:
-            return body(self, unit, option)
-        finally:
-            lock.release()
+        return lock if lock.acquire(blocking=False) else None
 
-    make(name, run)
+    _around(name, acquire, lambda lock: lock.release())
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """A library, or a way to use it.
 
     Attributes:
         name: as its column is headed.
         package: its name on PyPI; None for a recipe.
         at_enqueue: whether it takes its lock when a task is queued, and not when it runs.
-        make: makes a task, by its name, its settings and the number of the database for locks.
+        make: makes a task, by its name, the number of the database for locks, and options.
+        expiry: the option for an expiry that is not renewed.
+        renewed: the options for one that is renewed, if the library can.
     """
 
     name: str
     package: str | None
     at_enqueue: bool
-    make: Callable[[str, str, int], Any]
+    make: Callable[..., None]
+    expiry: str
+    renewed: dict[str, Any] | None = None
 
     @property
     def number(self) -> int:
@@ -181,15 +174,24 @@ class Peer:
         """Its task with these settings."""
         return app.tasks[f"peer-{self.number}.{settings}"]
 
+    def make_tasks(self) -> None:
+        """Make its tasks with all settings."""
+        fixed = {self.expiry: EXPIRY}
+        for settings, options in ((DEFAULT, {}), (RENEWED, self.renewed or fixed), (FIXED, fixed)):
+            self.make(f"peer-{self.number}.{settings}", self.number, **options)
 
+
+LEASE, RENEWAL = {"lease": EXPIRY}, {"expire": EXPIRY, "auto_renewal": True}
 PEERS = [
-    Peer("only_one above `@app.task`", "only-one", True, _above),
-    Peer("celery-singleton", "celery-singleton", True, _singleton),
-    Peer("celery-once", "celery-once", True, _once),
-    Peer("celery-heimdall", "celery-heimdall", True, _heimdall),
-    Peer("only_one below `@app.task`", "only-one", False, _below),
-    Peer("recipe: `SET NX EX`, then `DEL`", None, False, _recipe),
-    Peer("python-redis-lock", "python-redis-lock", False, _redis_lock),
+    Peer("only_one above `@app.task`", "only-one", True, _above, "timeout", LEASE),
+    Peer("celery-singleton", "celery-singleton", True, _singleton, "lock_expiry"),
+    Peer("celery-once", "celery-once", True, _once, "timeout"),
+    Peer("celery-heimdall", "celery-heimdall", True, _heimdall, "unique_timeout"),
+    Peer("only_one below `@app.task`", "only-one", False, _below, "timeout", LEASE),
+    Peer("recipe: `SET NX EX`, then `DEL`", None, False, _recipe, "ex"),
+    Peer(
+        "python-redis-lock", "python-redis-lock", False, _redis_lock, "expire", {"expire": EXPIRY, "auto_renewal": True}
+    ),
 ]
 
 
@@ -198,8 +200,7 @@ def connect(server: str) -> None:
     os.environ[SERVER] = server
     app.conf.update(broker_url=database(BROKER_DB), result_backend=database(BROKER_DB))
     for peer in PEERS:
-        for settings in (DEFAULT, RENEWED, FIXED):
-            peer.make(f"peer-{peer.number}.{settings}", settings, peer.number)
+        peer.make_tasks()
 
 
 if SERVER in os.environ:  # in a worker; the program that starts it calls `connect` when it has a server
