@@ -17,6 +17,7 @@ from amqp.exceptions import AMQPError
 from typing_extensions import Self
 
 from only_one.testing import Guarded
+from rigs.programs import Logged
 from rigs.servers import free_ports
 from rigs.waiting import eventually
 
@@ -75,13 +76,12 @@ class RabbitMQ:
 
     def _start(self) -> None:
         command = [str(PROGRAMS / "rabbitmq-server"), "-noinput"]
-        with self._log.open("ab") as output:
-            self._process = Guarded(command, grace=STARTS_WITHIN, env=self._env, stdout=output, stderr=output)
+        self._process = Logged(command, self._log, grace=STARTS_WITHIN, env=self._env)
         try:
             assert eventually(lambda: self._answers() or self._process.poll() is not None, STARTS_WITHIN)
             assert self._process.poll() is None
         except BaseException:
-            print(self._log.read_text()[-5000:])
+            print(self._process.text[-5000:])
             self._process.close()
             raise
 

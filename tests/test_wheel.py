@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from only_one.testing import Guarded, redis_server
+from only_one.testing import redis_server
+from rigs.programs import Logged
 from rigs.waiting import LIMIT, eventually
 from tests.recipes.place import shown_in
 
@@ -117,15 +118,13 @@ def test_the_commands_of_the_readme_as_they_stand(clones: list[Path], tmp_path: 
         return run("sh", "-c", command, cwd=clone, PATH=path)
 
     paste(install)
-    log = tmp_path / "log"
-    with redis_server() as server, log.open("wb") as out:
+    with redis_server() as server:
         # Its run outlasts what follows here on any machine.
         longer = program.replace("redis://localhost:6379/0", server.url).replace("sleep(10)", f"sleep({10 * LIMIT})")
         (clone / "feeds.py").write_text(longer)
-        with Guarded(
-            ["sh", "-c", f"exec {worker}"], grace=1, cwd=clone, env=environ(PATH=path), stdout=out, stderr=out
-        ):
+        command, log = ["sh", "-c", f"exec {worker}"], tmp_path / "log"
+        with Logged(command, log, grace=1, cwd=clone, env=environ(PATH=path)) as running:
             paste(calls)
             skip = " ".join(shown_in("../../README.md"))
-            assert eventually(lambda: re.search(skip, log.read_text()), 2 * LIMIT), log.read_text()
+            assert eventually(lambda: re.search(skip, running.text), 2 * LIMIT), running.text
             assert "only_one:feeds.import_feed:" in paste(looks)
