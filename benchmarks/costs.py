@@ -29,7 +29,6 @@ text{font:11px sans-serif;fill:#222;text-anchor:end}.group{font-weight:bold;text
 @media(prefers-color-scheme:dark){
 text{fill:#ddd}.page{fill:#131416}.ours{fill:#4db58f}.theirs{fill:#6b7280}line{stroke:#ddd}
 }"""
-BEGIN, END = "<!-- begin: make benchmark -->", "<!-- end -->"
 WITH, WITHOUT = "with hiredis", "without hiredis"
 
 
@@ -92,7 +91,7 @@ def main() -> None:
     said = f"{versions}, {os.cpu_count()} processors, {options.rounds} rounds of {options.calls}:"
     print(f"{said}\n\n{markdown.table(['', '', WITH, WITHOUT], rows)}")
     if options.write:
-        markdown.write(PAGE, BEGIN, END, f"{said}\n\n{summary(found[0])}")
+        markdown.write(PAGE, f"{said}\n\n{summary(found[0])}")
         CHART.write_text(chart(found[1]))
 
 

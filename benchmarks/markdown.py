@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table, without a line break at its end."""
@@ -12,7 +14,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write(page: Path, begin: str, end: str, text: str) -> None:
+def write(page: Path, text: str) -> None:
     """Replace what is between the two marks of a page."""
-    before, _, rest = page.read_text().partition(begin)
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}")
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")

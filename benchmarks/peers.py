@@ -40,7 +40,6 @@ from rigs.waiting import LIMIT, eventually, wait_until
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "comparison.md"
-BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 GIVEN_UP_AFTER = 60.0
 """Seconds after a kill in which a lock that is not free is said not to be."""
@@ -385,7 +384,7 @@ def main() -> None:
                     found[title] = seen(measure)
         text = tables(found)
     if options.write and not options.only:
-        markdown.write(PAGE, BEGIN, END, text)
+        markdown.write(PAGE, text)
     else:
         print(text)
 
