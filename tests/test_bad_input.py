@@ -302,6 +302,9 @@ def test_an_option_that_cannot_work_is_refused_when_it_is_given(options: dict[st
         refused(ConfigurationError, words, by_configure)
 
 
+GROWING = "countdown=0: write at least 0.001 seconds; for a delay that grows"
+
+
 def configure_in_turn() -> None:
     with configure(lease=10), configure(timeout=5):
         pass
@@ -322,8 +325,7 @@ def configure_in_turn() -> None:
         (configure_in_turn, ConfigurationError, SHORTER),
         (lambda: configure_(redis=None), ConfigurationError, SOURCE),
         (current_lock, ConfigurationError, "call it in one, and give its threads the lock"),
-        (lambda: retry(0), ConfigurationError, "countdown=0: write at least 0.001 seconds; for a delay that grows"),
-        (lambda: buffer_one("5"), ConfigurationError, "countdown=300"),  # type: ignore[arg-type]
+        *((lambda policy=each: policy(0), ConfigurationError, GROWING) for each in (retry, buffer_one)),
         (lambda: retry(max_retries=-1), ConfigurationError, "such as 10"),
         (lambda: retry(max_retries=0.5), ConfigurationError, "such as 10"),  # type: ignore[arg-type]
         (lambda: retry(max_retries=True), ConfigurationError, "such as 10"),
