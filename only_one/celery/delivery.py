@@ -382,7 +382,8 @@ class TaskRun(Delivery):
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
         self._carry_key(call)
-        self.state.withdraws = False
+        if self.decoration.is_unique:  # another decorator may have a key though the unique task's server is away
+            self.state.withdraws = False
         is_superseded = False
         with redelivery.suppress_trouble(self.work.id):
             if self._end_if_run_has_ended(call):

@@ -25,7 +25,7 @@ from celery.signals import task_failure, task_postrun, task_retry, task_revoked
 from redis import Redis
 from redis.exceptions import MovedError
 
-from only_one import buffer_one, configure, events, settings
+from only_one import buffer_one, carry_on, configure, events, settings
 from only_one.celery import ended_tasks
 from only_one.celery.delivery import DeliveryState
 from only_one.celery.requeue import Header
@@ -35,7 +35,7 @@ from only_one.lock import renewal
 from only_one.lock.token import TokenFactory, process_start
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, token_of, unique
+from tests.celery.deliveries import HOUR, Calls, Keys, Queue, a_task, decorated, done, token_of, unique
 from tests.clients import clients
 from tests.interruptions import AtPlace, handled, raises, traced
 from tests.lock.test_leases import RELEASES
@@ -421,6 +421,17 @@ def test_a_message_that_was_requeued_carries_its_key_by_which_it_is_withdrawn(qu
     assert message["headers"]["only_one"]["key"] == f"{keys.prefix}k"
     revoke(newest, "k", id=message["headers"]["id"], only_one=message["headers"]["only_one"])
     assert keys.come_to_be_withdrawn(message["headers"]["id"])
+
+
+def test_a_task_that_ran_without_its_key_is_withdrawn_though_another_decorator_of_it_had_one(
+    queue: Queue, keys: Keys, way: Proxy, redis_url: str
+) -> None:
+    task = decorated(a_task(queue.app, done, key="inner", redis=redis_url), key="k", when_down=carry_on)
+    answer = task.delay()
+    with way.cut():
+        queue.deliver()
+    assert answer.get() == "done"
+    assert eventually(lambda: "k" not in keys)
 
 
 def lose_and_retry(task: Any, **request: Any) -> None:

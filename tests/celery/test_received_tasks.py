@@ -359,6 +359,21 @@ def test_a_task_that_has_a_number_is_not_numbered_when_it_is_received(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("is_redelivered", [False, True])
+def test_a_worker_makes_no_key_for_a_message_that_it_only_hands_on(worker: Worker, *, is_redelivered: bool) -> None:
+    """A callable is the user's code, and may take long; the worker receives other messages meanwhile."""
+    made: list[str] = []
+
+    def make_key(key: str) -> str:
+        made.append(key)
+        return key
+
+    task = a_task(worker.app, work, key=make_key)
+    task.delay("k")
+    worker.receive(task=task, delivery_info={"redelivered": is_redelivered}, args=["k"], kwargs={})
+    assert made == (["k"] if is_redelivered else [])
+
+
 def handed_on(task: Any, key: str) -> Any:
     """A ``__call__`` as that of Flask's tasks; Sentry's SDK has a function in between instead."""
     return task.run(key)
