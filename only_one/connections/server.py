@@ -90,7 +90,7 @@ class Server:
         self._given: Any = client
         self.features = Features()
         self.is_known = not isinstance(client, _NoClient)
-        if isinstance(client, redis.RedisCluster):
+        if hasattr(client, "nodes_manager"):  # a cluster's, or what stands before one
             self._given = slots = Slots(client)
             self.client: Any = ClusterNodes(slots, {}, pause=0.0)
         else:
@@ -229,7 +229,7 @@ def find_server(source: Source) -> Server:
 
 
 def _is_client(source: object) -> bool:
-    connects = hasattr(source, "connection_pool") or isinstance(source, redis.RedisCluster)
+    connects = hasattr(source, "connection_pool") or hasattr(source, "nodes_manager")
     is_pub_sub = not hasattr(source, "register_script")
     return connects and not is_pub_sub and not isinstance(source, (type, Pipeline))
 

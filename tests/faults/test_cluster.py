@@ -31,7 +31,8 @@ from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests import renewal
-from tests.decorated import Decorate, both, decorated, decorated_async
+from tests.connections.test_kept_connections import Behind
+from tests.decorated import Decorate, both, call_both, decorated, decorated_async
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.faults.test_fork import FORK
 from tests.interruptions import Interruption, while_handling
@@ -407,6 +408,13 @@ def test_calls_of_an_event_loop_at_once_cost_no_connection(cluster: Cluster, pre
         assert opened <= {each["id"] for each in bystander.client.client_list()}
 
     asyncio.run(main())
+
+
+@pytest.mark.usefixtures("prefix")
+def test_a_cluster_s_client_behind_an_object_that_forwards_to_it(cluster: Cluster) -> None:
+    """As Flask-Redis does, with any class of redis-py."""
+    given = Behind(cluster.client)
+    assert call_both(lambda: [each.process for each in held(redis=given)], redis=given) == [["alive"]] * 2
 
 
 def test_all_nodes_are_looked_at(prefix: str) -> None:
