@@ -1,6 +1,7 @@
 """Pools of our own, which connect as a user's client does, and their time-outs."""
 
 import copy
+from collections import ChainMap
 from contextlib import suppress
 from typing import Any
 from weakref import finalize
@@ -37,12 +38,20 @@ def own_pool(pool: Any, longest: dict[str, float]) -> Any:
         pool: the pool of a sync client of redis-py, of any class.
         longest: the longest time-outs, by the names of redis-py's options; empty for those of ``pool``.
     """
-    options = {**pool.connection_kwargs, **NO_NOTICES, "retry": retry.Retry(backoff.NoBackoff(), 0)}
-    options.update(connection_class=pool.connection_class, max_connections=NO_LIMIT)
-    for name, seconds in longest.items():
-        options[name] = min(options.get(name) or seconds, seconds)
-    if not isinstance(pool, redis.SentinelConnectionPool):
-        return redis.ConnectionPool(**options)
+    given, ours = pool.connection_kwargs, {**NO_NOTICES, "retry": retry.Retry(backoff.NoBackoff(), 0)}
+    ours.update((name, min(given.get(name) or seconds, seconds)) for name, seconds in longest.items())
+    options = {**given, **ours, "connection_class": pool.connection_class, "max_connections": NO_LIMIT}
+    made: Any
+    if isinstance(pool, redis.SentinelConnectionPool):
+        made = _own_sentinel_pool(pool, options, longest)
+        ours["connection_pool"] = made.connection_kwargs["connection_pool"]  # its own
+    else:
+        made = redis.ConnectionPool(**options)
+    made.connection_kwargs = ChainMap(ours, given)  # the user may change an option later, such as the password
+    return made
+
+
+def _own_sentinel_pool(pool: Any, options: dict[str, Any], longest: dict[str, float]) -> Any:
     del options["connection_pool"]  # the user's own
     manager: Any = copy.copy(pool.sentinel_manager)
     pools = [own_pool(each.connection_pool, longest) for each in manager.sentinels]
