@@ -80,10 +80,8 @@ class KeptConnections:
         except IndexError:
             kept = None
         # Not in the `except`: the IndexError would be the context of an error while connecting.
-        connection = kept or self.connection_pool.make_connection()
+        connection = kept or self._connect()
         try:
-            if kept is None:
-                connection.connect()
             # redis-py's check of the connection would wait for a reply: a broken connection fails anyhow.
             connection.send_packed_command((b"".join(map(packed, commands)),), check_health=False)
             replies = [_reply_on(connection) for _ in commands]
@@ -94,12 +92,22 @@ class KeptConnections:
         self.idle.append(connection)
         return replies
 
+    def _connect(self) -> Any:
+        """A new connection. If none can be made, the others are good: the server may have as many as it takes."""
+        connection = self.connection_pool.make_connection()
+        try:
+            connection.connect()
+        except BaseException:
+            connection.disconnect()
+            manager = getattr(self.connection_pool, "sentinel_manager", None)
+            for each in getattr(manager, "sentinels", ()):  # a question may have been interrupted
+                each.connection_pool.disconnect(inuse_connections=False)
+            raise
+        return connection
+
     def close_idle(self) -> None:
-        """Close the connections that no command uses, also to the Sentinels: a question may have been interrupted."""
+        """Close the connections that no command uses."""
         _close(self.idle)
-        manager = getattr(self.connection_pool, "sentinel_manager", None)
-        for each in getattr(manager, "sentinels", ()):
-            each.connection_pool.disconnect(inuse_connections=False)
 
 
 def _close(idle: list[Any]) -> None:

@@ -231,11 +231,18 @@ def test_a_question_for_the_master_that_was_interrupted_leaves_its_answer_to_no_
 ) -> None:
     with clients("Sentinel") as those, those.connected() as given:
         client: Any = Server(given).client
-        (sentinel,) = client.connection_pool.sentinel_manager.sentinels
-        pool = sentinel.connection_pool
+        manager = client.connection_pool.sentinel_manager
+        pool = manager.sentinels[0].connection_pool
         asked = pool.make_connection()
-        asked.send_command("ECHO", "of the interrupted")
-        pool._available_connections.append(asked)
-        client.close_idle()  # as after the exception that has interrupted it
+
+        def question(_: object) -> None:
+            asked.send_command("ECHO", "of the interrupted")
+            pool._available_connections.append(asked)
+            raise Interruption
+
+        with monkeypatch.context() as patched:
+            patched.setattr(manager, "discover_master", question)
+            with pytest.raises(Interruption):
+                client.send_raw(("PING",))
         monkeypatch.setattr(redis.connection.AbstractConnection, "can_read", Mock(return_value=False))
         assert client.send_raw(("PING",)) == b"PONG"

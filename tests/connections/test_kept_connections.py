@@ -250,6 +250,21 @@ def test_a_command_that_times_out_is_sent_twice_and_leaves_no_kept_connection(
         assert echo(client)
 
 
+def test_a_connection_that_cannot_be_made_costs_no_other(client: Any) -> None:
+    """As at a server that has as many as it takes: another program would have what is closed."""
+    before = fill(client, 2)
+    used, client.idle[:] = [*client.idle], []
+
+    def refuse(_: Any) -> None:
+        client.idle.extend(used)
+        raise redis_py.ConnectionError
+
+    client.connection_pool.connection_kwargs["redis_connect_func"] = refuse
+    with pytest.raises(redis_py.ConnectionError):
+        client.send_raw(("PING",))
+    assert kept(client) == before
+
+
 # Interruptions
 
 
