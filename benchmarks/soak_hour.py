@@ -1,4 +1,4 @@
-"""An hour of faults: workers, producers and plain processes, of which none may run beside another.
+"""An hour of faults: workers, beat, producers and plain processes, of which none may run beside another.
 
     python -m benchmarks.soak_hour [--minutes N] [--seed N] [--broker redis|classic]
 
@@ -53,8 +53,10 @@ PATIENCE = 3.0
 """Seconds after a fault of the network in which a release may still be unconfirmed."""
 
 WORKERS = ["here", "there"]
-CALLERS = ["send_tasks 1", "send_tasks 2", "call_functions 1", "call_functions 2"]
+PROGRAMS = ["send_tasks 1", "send_tasks 2", "call_functions 1", "call_functions 2"]
 """What each of them calls, and its number."""
+
+CALLERS = ["beat", *PROGRAMS]
 
 KINDS = {*TASKS, "plain", "plain_async"}
 
@@ -189,9 +191,11 @@ class Soak:
         print("two workers,", "each on a machine of its own" if inside else "on one machine", flush=True)
         begin, app = {"here": [], "there": inside}, "benchmarks.soak_hour_app"
         self._commands = {name: [*begin[name], *celery_worker(app, "-n", f"{name}@%h")] for name in WORKERS}
-        for name in CALLERS:
+        for name in PROGRAMS:
             call = f"import {app} as app; app.{name.split()[0]}({self._random.randrange(1_000_000)})"
             self._commands[name] = [sys.executable, "-c", call]
+        beat = ["-A", app, "beat", "-S", "celery.beat:Scheduler", "--pidfile="]
+        self._commands["beat"] = [sys.executable, "-m", "celery", *beat]
 
     def run(self, seconds: float) -> None:
         """Let everything run for so long, with a fault every few seconds; then let it end, and look for what is left.

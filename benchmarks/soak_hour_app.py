@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from celery import Celery
-from celery.signals import after_task_publish, task_postrun
+from celery.signals import after_task_publish, beat_init, before_task_publish, task_postrun
 from kombu.exceptions import OperationalError
 
 from only_one import OnlyOneError, buffer_one, configure, current_lock, only_one, retry
@@ -76,6 +76,7 @@ if WITNESS in os.environ:  # in a process that the soak has started
     _witness = os.open(os.environ[WITNESS], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     app.conf.broker_url = os.environ[BROKER]
     app.conf.broker_transport_options = OPTIONS[os.environ[BROKER].partition(":")[0]]
+    app.conf.beat_schedule = {"below": {"task": "below", "schedule": 1.0, "args": ["0", 0.05]}}
     configure(redis=os.environ[LOCKS], prefix=PREFIX, queue_timeout=QUEUE_TIMEOUT)
 
     @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]  # Celery has no types
@@ -161,23 +162,34 @@ def _arguments(dice: random.Random) -> tuple[str, float]:
     return str(dice.randrange(KEYS)), seconds
 
 
-@after_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
+def _about_to_send(headers: dict[str, Any], **_: Any) -> None:
+    headers["sent_at"] = now()
+
+
 def _sent(headers: dict[str, Any], body: Any, **_: Any) -> None:
-    """Write down that a task was sent; workers send it again under the same id, at no other time."""
+    """Write down that a task was sent."""
     name = headers["task"]
     note("tasks", headers["id"], name=name, key=f"{name}:{body[0][0]}", sent_at=headers["sent_at"])
 
 
+@beat_init.connect(weak=False)  # type: ignore[untyped-decorator]
+def begin_to_send(**_: Any) -> None:
+    """Write down from now on which tasks this process sends: beat, or a producer; a worker sends some once more."""
+    before_task_publish.connect(_about_to_send)
+    after_task_publish.connect(_sent)
+    print(READY, flush=True)
+
+
 def send_tasks(seed: int) -> None:
     """Send tasks, until the process is ended."""
+    begin_to_send()
     dice = random.Random(seed)
-    print(READY, flush=True)
     while True:
         time.sleep(dice.uniform(0.06, 0.18))
         name = dice.choice(list(TASKS))
         retries = {"retries": dice.choice([0, 0, 0, 1, 2])} if name == "again" else {}
         with suppress(OnlyOneError, OperationalError):  # the server of the locks, or the broker, is away
-            TASKS[name].apply_async(_arguments(dice), retries, headers={"sent_at": now()})
+            TASKS[name].apply_async(_arguments(dice), retries)
 
 
 def call_functions(seed: int) -> None:
