@@ -382,7 +382,8 @@ class TaskRun(Delivery):
             Ignore: for a redelivery that is dropped, or requeued until the result of its run is stored.
         """
         self._carry_key(call)
-        if self.decoration.is_unique:  # another decorator may have a key though the unique task's server is away
+        # Another decorator may have a key though the server of the unique one is away, whose key the message has.
+        if self.decoration.is_unique or self.header.key is None:
             self.state.withdraws = False
         is_superseded = False
         with redelivery.suppress_trouble(self.work.id):

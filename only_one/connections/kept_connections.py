@@ -64,9 +64,15 @@ class KeptConnections:
 
     def send_raw(self, command: Command) -> Any:
         """Send a command, and return its reply, as bytes."""
-        (reply,) = self.send((command,))
-        if isinstance(reply, Exception):
-            raise reply
+        connection = self._take()
+        try:
+            # redis-py's check of the connection would wait for a reply: a broken connection fails anyhow.
+            connection.send_packed_command((packed(command),), check_health=False)
+            reply = connection.read_response(disable_decoding=True)
+        except BaseException as error:
+            self._put_back(connection, error)
+            raise
+        self.idle.append(connection)
         return reply
 
     def send(self, commands: Sequence[Command]) -> list[Any]:
@@ -75,22 +81,30 @@ class KeptConnections:
         Raises:
             RedisError: if one got no answer, or the server is a replica.
         """
+        connection = self._take()
         try:
-            kept = self.idle.pop()
-        except IndexError:
-            kept = None
-        # Not in the `except`: the IndexError would be the context of an error while connecting.
-        connection = kept or self._connect()
-        try:
-            # redis-py's check of the connection would wait for a reply: a broken connection fails anyhow.
             connection.send_packed_command((b"".join(map(packed, commands)),), check_health=False)
             replies = [_reply_on(connection) for _ in commands]
-        except BaseException:
-            connection.disconnect()
-            self.close_idle()
+        except BaseException as error:
+            self._put_back(connection, error)
             raise
         self.idle.append(connection)
         return replies
+
+    def _take(self) -> Any:
+        try:
+            return self.idle.pop()
+        except IndexError:
+            pass
+        return self._connect()  # not in the `except`: the IndexError would be the context of an error while connecting
+
+    def _put_back(self, connection: Any, error: BaseException) -> None:
+        """After an error of its command keep a connection that can be used again, or close it, and all idle ones."""
+        if leaves_usable(error):
+            self.idle.append(connection)
+        else:
+            connection.disconnect()
+            self.close_idle()
 
     def _connect(self) -> Any:
         """A new connection. If none can be made, the others are good: the server may have as many as it takes."""
