@@ -100,17 +100,17 @@ def test_a_task_that_is_received_at_that_moment_keeps_no_other_run_out(
     tasks: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When another run asks for its key."""
-    send, received = KeptConnections.send, tasks().value.replace(b'"queued"', b'"received"')
+    send, received = KeptConnections.send_raw, tasks().value.replace(b'"queued"', b'"received"')
 
-    def send_and_receive(client: KeptConnections, commands: Any) -> Any:
+    def send_and_receive(client: KeptConnections, command: Any) -> Any:
         """The first command is answered, and then a worker receives the task."""
-        replies = send(client, commands)
-        if commands[0][0] == "SET":
+        reply = send(client, command)
+        if command[0] == "SET":
             keys.redis.set(f"{keys.prefix}k", received, px=round(DEFAULT_LEASE * 500))
-        return replies
+        return reply
 
     with monkeypatch.context() as while_it_asks:
-        while_it_asks.setattr(KeptConnections, "send", send_and_receive)
+        while_it_asks.setattr(KeptConnections, "send_raw", send_and_receive)
         assert decorated(key="k")(done)() == "done"
     assert keys.holder().state == "received"
     assert DEFAULT_LEASE / 2 < keys.left() <= DEFAULT_LEASE, "the worker could not renew it meanwhile"
