@@ -151,7 +151,7 @@ def test_a_task_that_has_ended_meanwhile_has_no_key(
             return
         with monkeypatch.context() as cut:
             if how == "cut off":  # it cannot say that it has ended
-                cut.setattr(KeptConnections, "send", raises(ConnectionError()))
+                cut.setattr(KeptConnections, "send_raw", raises(ConnectionError()))
             result = queue.deliver_elsewhere(message)
         assert how == "cut off" or isinstance(result, AlreadyRunning if how == "failed" else type(None))
 
