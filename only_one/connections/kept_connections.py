@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakSet
 
 import redis
 
@@ -52,8 +52,6 @@ class KeptConnections:
         self._make_pool = partial(own_pool, pool, longest)
         self.connection_pool = self._make_pool()
         self.idle: list[Any] = []
-        # Python would warn of a socket that is open when it is collected.
-        finalize(self, _close, self.idle).atexit = False
         _all.add(self)
 
     def begin_anew(self) -> None:
@@ -121,13 +119,9 @@ class KeptConnections:
 
     def close_idle(self) -> None:
         """Close the connections that no command uses."""
-        _close(self.idle)
-
-
-def _close(idle: list[Any]) -> None:
-    with suppress(IndexError):  # none is left; another thread may take the last one, so nobody looks before
-        while True:
-            idle.pop().disconnect()
+        with suppress(IndexError):  # none is left; another thread may take the last one, so nobody looks before
+            while True:
+                self.idle.pop().disconnect()
 
 
 def _reply_on(connection: Any) -> Any:

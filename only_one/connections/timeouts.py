@@ -4,7 +4,6 @@ import copy
 from collections import ChainMap
 from contextlib import suppress
 from typing import Any
-from weakref import finalize
 
 import redis
 from redis import backoff, retry
@@ -54,10 +53,8 @@ def own_pool(pool: Any, longest: dict[str, float]) -> Any:
 def _own_sentinel_pool(pool: Any, options: dict[str, Any], longest: dict[str, float]) -> Any:
     del options["connection_pool"]  # the user's own
     manager: Any = copy.copy(pool.sentinel_manager)
-    pools = [own_pool(each.connection_pool, longest) for each in manager.sentinels]
-    manager.sentinels = [redis.Redis(connection_pool=each) for each in pools]
-    for client, of_sentinel in zip(manager.sentinels, pools, strict=True):
-        finalize(client, of_sentinel.disconnect).atexit = False  # Python would warn of an open socket
+    sentinels = [own_pool(each.connection_pool, longest) for each in manager.sentinels]
+    manager.sentinels = [redis.Redis(connection_pool=each) for each in sentinels]
     options.update(is_master=pool.is_master, check_connection=pool.check_connection)
     kind: Any = redis.SentinelConnectionPool
     return kind(pool.service_name, manager, **options)
