@@ -1,4 +1,4 @@
-"""The broker: its visibility timeout, how long messages wait, and the way of a message back to its queue."""
+"""The broker: its visibility timeout, the longest countdown, and the way of a message back to its queue."""
 
 import re
 from contextlib import suppress
@@ -7,10 +7,8 @@ from typing import Any
 import kombu
 from celery import Celery
 from celery.utils.quorum_queues import detect_quorum_queues
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from only_one.errors import ConfigurationError
-from only_one.option_values import LONGEST
 
 _kombu: Any = kombu  # it has no types
 
@@ -28,31 +26,6 @@ def longest_countdown(app: Celery) -> float:
 def remembered_for(app: Celery) -> float:
     """Seconds after which no redelivery of a message is expected any more."""
     return max(2 * visibility_timeout(app), 3600.0)
-
-
-def longest_wait(app: Celery, queue_timeout: float, expires: Any, eta: Any) -> float:
-    """Seconds for which a task that is queued now may wait: so long it keeps its key.
-
-    Args:
-        app: the task's app.
-        queue_timeout: seconds for a task that does not expire, from when it may begin.
-        expires: when the worker no longer begins it: seconds from now, a time or its ISO 8601 text; None for never.
-        eta: when it may begin: seconds from now, or a time; None for at once.
-
-    Returns:
-        The seconds, at most ten years, also if it expires in the year 9999; 0 or fewer for a task that has expired.
-    """
-    if expires is not None:
-        return min(_seconds_until(app, expires), LONGEST)
-    return min(queue_timeout + max(0.0, _seconds_until(app, eta or 0)), LONGEST)
-
-
-def _seconds_until(app: Celery, when: Any) -> float:
-    if not isinstance(when, str) and not hasattr(when, "isoformat"):
-        return float(when)
-    time: Any = maybe_iso8601(when if isinstance(when, str) else when.isoformat())
-    # By timestamps: the difference of two times of one zone leaves out that its clocks change.
-    return float(maybe_make_aware(time).timestamp() - app.now().timestamp())
 
 
 def redelivers_at_any_time(app: Celery) -> bool:

@@ -26,7 +26,8 @@ from only_one.call.effective_options import Call
 from only_one.driver import drive
 from only_one.lock.commands import Script, evaluate
 
-from .broker import longest_wait, remembered_for
+from .broker import remembered_for
+from .queue_timeout import longest_wait
 
 _TRUSTED_FOR = 30.0
 """Seconds for which a pending task is trusted to wait, from when it may begin: equal calls get its result.

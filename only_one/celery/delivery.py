@@ -28,7 +28,8 @@ from only_one.policies import BufferOne, RequeueRequest, carry_on, fail, retry, 
 from only_one.policies import Retry as RetryPolicy
 
 from . import coalescing, redelivery
-from .broker import longest_wait, remembered_for
+from .broker import remembered_for
+from .queue_timeout import longest_wait
 from .requeue import Header, header_of, publish, work_of
 from .task_functions import (
     TaskCaller,

@@ -30,8 +30,8 @@ from only_one.lock.renewal import finish_pending_releases, log_beside, release_l
 from only_one.lock.token import machine, words_of
 
 from . import coalescing, redelivery
-from .broker import longest_wait
 from .delivery import Delivery, state_of, unwrapped
+from .queue_timeout import longest_wait
 from .received_tasks import begun_request
 from .requeue import header_of, work_of
 from .task_functions import decorations_of, key_of_arguments, key_of_message, task_of_items

@@ -24,8 +24,8 @@ from only_one.lock.renewal import is_to_be_released, release_later
 from only_one.policies import BufferOne, RequeueRequest
 
 from . import coalescing, redelivery
-from .broker import longest_wait
 from .delivery import current_task
+from .queue_timeout import longest_wait
 from .requeue import HEADER, Header
 from .task_functions import TaskCaller
 

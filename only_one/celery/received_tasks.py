@@ -29,8 +29,9 @@ from only_one.lock.renewal import hold, release_at_exit, release_later
 from only_one.policies import BufferOne
 from only_one.settings import DEFAULT_LEASE
 
-from .broker import longest_wait, redelivers_at_any_time, remembered_for
+from .broker import redelivers_at_any_time, remembered_for
 from .delivery import Delivery
+from .queue_timeout import longest_wait
 from .redelivery import read_marker
 from .requeue import keep_content_type
 from .task_functions import TaskCaller, decorations_of, key_of_arguments

@@ -14,8 +14,9 @@ from only_one.keys.template import compile_key
 from only_one.policies import Retry
 from only_one.settings import Options
 
+from .async_tasks import refuse_async_run
 from .enqueue import Publication
-from .lazy_tasks import function_behind, install_in_apps, refuse_async_run
+from .lazy_tasks import function_behind, install_in_apps
 from .task_functions import TaskCaller, functions_of, task_behind
 
 

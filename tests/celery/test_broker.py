@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import date, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -15,15 +14,12 @@ from kombu.transport import virtual
 from only_one import ConfigurationError
 from only_one.celery.broker import (
     longest_countdown,
-    longest_wait,
     redelivers_at_any_time,
     refuse_long_countdown,
     remembered_for,
     visibility_timeout,
     way_back,
 )
-from tests.celery import deliveries
-from tests.celery.deliveries import Keys, unique
 
 DELAY = ".".join("0" * 27 + "1")
 """A second, as Celery writes it before a routing key."""
@@ -148,23 +144,3 @@ def test_what_came_by_a_fanout_exchange_is_not_sent_to_all_workers_again(url: st
     queues = [queue("delayed", "topic", **more), Broadcast("news", queue="of this worker")]  # type: ignore[no-untyped-call]
     with pytest.raises(ConfigurationError, match=r"'news' cannot be requeued, .* a key that each worker has"):
         way_back(app_with(broker_url=url, task_queues=queues), {"exchange": "news", "routing_key": "any"})
-
-
-@pytest.mark.usefixtures("redis")
-@pytest.mark.parametrize("begun", ["2026-11-01T05:45+00:00", "2027-03-14T06:45+00:00"], ids=["autumn", "spring"])
-def test_a_time_beyond_a_change_of_the_clocks(
-    queue: deliveries.Queue, monkeypatch: pytest.MonkeyPatch, begun: str
-) -> None:
-    """A time without a zone is UTC's, for Celery."""
-    moment = datetime.fromisoformat(begun)
-    queue.app.conf.timezone = "America/New_York"
-    monkeypatch.setattr(queue.app, "now", lambda: moment.astimezone(queue.app.timezone))
-    assert longest_wait(queue.app, 600, (moment + timedelta(minutes=30)).replace(tzinfo=None), None) == 1800
-
-
-@pytest.mark.usefixtures("redis")
-def test_how_long_a_task_is_waited_for_to_the_second_and_until_a_date(queue: deliveries.Queue, keys: Keys) -> None:
-    for expires, until, seconds in ((None, None, 600), (None, 60, 660), (None, -60, 600), (0, 60, 0), (60, None, 60)):
-        assert longest_wait(queue.app, 600, expires, until) == seconds
-    unique(queue.app, "k").apply_async(eta=date.today() + timedelta(days=10))  # noqa: DTZ011 - in the app's zone
-    assert 8 * 86_400 < keys.left() < 12 * 86_400
