@@ -10,8 +10,8 @@ from only_one.clock import now
 from only_one.driver import Command, ServerTimeout
 
 from .asyncio_connections import ClusterConnections, KeptConnections
+from .own_pools import NO_LIMIT
 from .slots import Slots
-from .timeouts import NO_LIMIT
 
 _MOST_CONNECTIONS = 32
 """The most connections of one client: each event loop has a client for each server.

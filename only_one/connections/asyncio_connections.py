@@ -14,8 +14,8 @@ from only_one.errors import ConfigurationError
 from only_one.signatures import signature
 
 from .kept_connections import OF_ALL_CONNECTIONS, leaves_usable, packed
+from .own_pools import NO_LIMIT, NO_NOTICES
 from .slots import Address, Sender, Slots, Trip
-from .timeouts import NO_LIMIT, NO_NOTICES
 
 _PARSER = {"parser_class": parser} if (parser := getattr(cluster, "ClusterParser", None)) else {}
 """redis-py 5 has another parser for a cluster's errors. Without a cluster there are none."""

@@ -19,7 +19,7 @@ import redis
 from only_one.driver import Command
 from only_one.forks import in_each_child
 
-from .timeouts import own_pool
+from .own_pools import own_pool
 
 OF_ALL_CONNECTIONS = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
 """The errors after which a client uses none of its kept connections again.

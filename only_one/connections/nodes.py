@@ -14,8 +14,8 @@ from only_one.clock import now
 from only_one.driver import TROUBLE, Command, ServerTimeout, drive, is_of_signal_handler
 
 from .kept_connections import OF_ALL_CONNECTIONS, KeptConnections
+from .own_pools import SHORT_TIMEOUTS
 from .slots import Address, Sender, Slots, Trip
-from .timeouts import SHORT_TIMEOUTS
 
 _FIRST_PAUSE = 0.05
 

@@ -22,9 +22,9 @@ from only_one.threads import start_native_thread
 from .asyncio_client import AsyncClient, make_async_client
 from .kept_connections import KeptConnections
 from .nodes import ClusterNodes, Node, nodes_of
+from .own_pools import OUR_TIMEOUTS
 from .server_features import Features
 from .slots import Slots
-from .timeouts import OUR_TIMEOUTS
 
 Source = Union[str, Any, Callable[[], Any]]
 """A URL, a client, or a callable that returns a client or a URL."""

@@ -21,8 +21,8 @@ from redis import asyncio as redis_asyncio
 
 from only_one import LockUnavailable, current_lock, only_one
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
+from only_one.connections.own_pools import SHORT_TIMEOUTS, own_pool
 from only_one.connections.server import Server, find_server
-from only_one.connections.timeouts import SHORT_TIMEOUTS, own_pool
 from only_one.driver import ServerTimeout
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT

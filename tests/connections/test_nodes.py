@@ -17,7 +17,7 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 
 from only_one.connections import asyncio_connections, nodes, slots
 from only_one.connections.kept_connections import KeptConnections
-from only_one.connections.timeouts import SHORT_TIMEOUTS, own_pool
+from only_one.connections.own_pools import SHORT_TIMEOUTS, own_pool
 from rigs.proxy import Proxy
 from tests.renewal import MOMENT, Clock
 

@@ -11,8 +11,8 @@ import redis as redis_py
 
 from only_one.connections import nodes
 from only_one.connections.kept_connections import KeptConnections
+from only_one.connections.own_pools import SHORT_TIMEOUTS
 from only_one.connections.server import Server
-from only_one.connections.timeouts import SHORT_TIMEOUTS
 from only_one.lock import pending_releases, renewal
 from only_one.lock.lease import Lease
 from tests.renewal import MOMENT, Clock
