@@ -86,8 +86,8 @@ class MessageChecker:
         - Both commands of a ``delay()`` were sent twice.
         - The task's worker had acknowledged the message, and was killed; and when the worker received the message,
           another run had the key, such as that of the previous attempt.
-        - The task has ended without its key while the server was away, and its process has ended before it could
-          withdraw the task.
+        - The task has ended without its key, and its process has ended before it could withdraw the task: the server
+          was away, or the process was killed in the moment after.
         """
         triggers = self.history.triggers.values()
         tasks = [each for each in triggers if each.id is not None and each.id.encode() in value]
@@ -100,7 +100,9 @@ class MessageChecker:
         runs = [run for each in tasks for run in each.runs if b'"attempt":%d,' % run.work.attempt in value]
         has_had_its_key = runs and self.plan.when_down != "carry_on"
         is_not_withdrawn = self.may_release_nothing and not has_had_its_key
-        return self.late_commands > 1 or is_killed or is_not_withdrawn
+        ended_at = [self.history.ended_at[each.name] for each in tasks if each.name in self.history.ended_at]
+        is_cut_off = any(0 <= at - end <= late for at in self.history.killed_at.values() for end in ended_at)
+        return self.late_commands > 1 or is_killed or is_not_withdrawn or is_cut_off
 
     @property
     def may_release_nothing(self) -> bool:
