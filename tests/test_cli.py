@@ -11,6 +11,7 @@ import sys
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis, RedisCluster
@@ -242,16 +243,19 @@ def test_neither_a_run_nor_the_program_needs_celery_and_it_spells_out_what_the_t
         (["--prefix", "{a}", "list"], 2, "without braces"),
         (["list", "--forever"], 2, "usage: python -m only_one"),
         *((["release", "--queued", time], 2, "600, 90m, 2h or 1d") for time in ("old", "", "h", "nan", "1.h.", "2w")),
-        (["list", "--match", "a*"], 0, "no key is held that is like a* after its prefix\n"),
+        (["list", "--match", "a*"], 0, "no key is like {prefix}a* in database 0 of {server}\n"),
         (["list", "--match", "\udcff*"], 2, "UnicodeEncodeError"),
         (["list", "--json"], 0, ""),
         (["show", "\\ud800"], 2, "UnicodeEncodeError"),
-        (["show", "k\x1b"], 1, "k\\x1b is free\n"),
+        (["show", "k\x1b"], 1, "k\\x1b is free, with the prefix {prefix} in database 0 of {server}\n"),
         (["release", "--dead"], 0, "no key of a dead process is held, and none was freed\n"),
         (["release", "--queued", "1h"], 0, "no key of a task that is queued for so long is held, and none was freed\n"),
     ],
 )
-def test_wrong_use_and_nothing_to_do_are_said(arguments: list[str], status: int, words: str, capsys: Out) -> None:
+def test_wrong_use_and_nothing_to_do_are_said(
+    redis_url: str, prefix: str, arguments: list[str], status: int, words: str, capsys: Out
+) -> None:
+    words = words.format(prefix=prefix, server=urlsplit(redis_url).netloc)
     try:
         ended = main(arguments)
     except SystemExit as error:

@@ -114,6 +114,12 @@ class Server:
         """The one of these nodes that stores ``key``."""
         return self.nodes.node_of(key)
 
+    @property
+    def database(self) -> str:
+        """What keys are looked for in, for messages: an empty list does not say that another database has them."""
+        pool = getattr(self._given, "connection_pool", None)
+        return f"database {pool.connection_kwargs.get('db') or 0} of {_address(pool)}" if pool else "the cluster"
+
     def describe(self, problem: Exception) -> str:
         """The type and the text of an error, with the server's address, and what to write instead if that is known."""
         kind, pool = type(problem).__name__, getattr(self._given, "connection_pool", None)
