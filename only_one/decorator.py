@@ -271,7 +271,7 @@ def _caller_of(decoration: Decoration, wrapper: Any, args: tuple[Any, ...], kwar
 
 _ABOVE_THE_DEF = (
     "write @only_one directly above the def, below every other decorator except Celery's task, where above means "
-    "from queued to finished"
+    "from queued to finished; of a class-based task, above its run"
 )
 
 
@@ -282,7 +282,7 @@ def signature_of(function: Any) -> inspect.Signature:
         ConfigurationError: for any other object; the message says what to write instead.
     """
     if not _is_function(function):
-        problem = f"{function!r}, which is no function: {_ABOVE_THE_DEF}; above the run of a class"
+        problem = f"{function!r}, which is neither a function nor a key, a str: {_ABOVE_THE_DEF}"
     elif _is_scheduled(function):
         problem = f"{function.__qualname__}, because APScheduler would run it without the lock: {_ABOVE_THE_DEF}"
     elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):

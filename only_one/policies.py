@@ -140,7 +140,7 @@ def check_policy(name: str, policy: Any) -> Any:
         ConfigurationError: for another policy, or for a value that cannot be called with one error.
     """
     first = "carry_on" if name == "when_lost" else "skip"
-    instead = f"write {first}, fail, or any callable that takes the error and returns the result"
+    instead = f"write {name}={first}, {name}=fail, or any callable that takes the error and returns the result"
     is_error = isinstance(policy, type) and issubclass(policy, BaseException)  # the call would return it
     if is_error or not callable(policy):
         msg = f"{name}={policy!r}: {instead}"

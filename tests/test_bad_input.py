@@ -139,13 +139,14 @@ NO_FUNCTION = "write @only_one directly above the def, below every other decorat
     [
         (generator, CONSUMER),
         (async_generator, CONSUMER),
-        (AsTask, "above the run of a class"),
+        (AsTask, "of a class-based task, above its run"),
         (functools.partial(two, 1), NO_FUNCTION),
         (functools.update_wrapper(functools.singledispatchmethod(two), two), NO_FUNCTION),  # type: ignore[arg-type]
         (QueueTask(), NO_FUNCTION),
         (functools.update_wrapper(QueueTask(), two), NO_FUNCTION),  # taskiq's have the name of their function
         (functools.update_wrapper(BoundTask(), two), NO_FUNCTION),
-        *((each, NO_FUNCTION) for each in (classmethod(two), staticmethod(two), property(function), None, 300)),
+        *((each, NO_FUNCTION) for each in (classmethod(two), staticmethod(two), property(function), None)),
+        (300, "which is neither a function nor a key, a str"),
         (generator(), NO_FUNCTION),
         (max, "write @only_one above a def around it"),
         (AsTask(), "only_one(app.register_task(AsTask()))"),
@@ -226,7 +227,7 @@ AT_LEAST = "write at least 0.001 seconds"
 AT_MOST = "ten years"
 SECONDS = "write seconds, such as"
 SHORTER = "shorter lease, or a longer timeout, or timeout=None for no limit"
-POLICY = "skip, fail, or any callable"
+POLICY = "=fail, or any callable"
 PARENTHESES = "(), with parentheses"
 URL = "write redis://"
 SOURCE = "redis://host:6379/0, a client, or a callable that returns one"
@@ -253,9 +254,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"when_busy": value}, POLICY) for value in (*ASYNC, LookupError)),
     ({"when_busy": carry_on}, "carry_on would run two at a time: write when_busy=skip"),
     *(({"when_busy": value}, value.__name__ + PARENTHESES) for value in (retry, buffer_one)),
-    ({"when_down": None}, "when_down=None: write skip"),
+    ({"when_down": None}, "when_down=None: write when_down=skip, when_down=fail"),
     ({"when_down": buffer_one()}, "buffer_one(countdown=None) needs"),
-    ({"when_lost": None}, "when_lost=None: write carry_on, fail"),
+    ({"when_lost": None}, "when_lost=None: write when_lost=carry_on, when_lost=fail"),
     ({"when_lost": skip}, "when_lost=carry_on to let it"),
     *(({"when_lost": value}, "when_lost=fail") for value in (retry(), buffer_one())),
     *(({"takeover": value}, "takeover=True or") for value in (0, None)),
@@ -316,6 +317,7 @@ def configure_in_turn() -> None:
         (lambda: only_one(300, "k"), ConfigurationError, "timeout='k': write seconds"),
         (lambda: only_one("k", key="l"), ConfigurationError, "write one of them"),
         (lambda: only_one(IN_MAIN), KeyTemplateError, "@only_one('two-of-my-program:{md5}'), or start it"),
+        (lambda: only_one("{name!r}")(IN_MAIN), KeyTemplateError, "write {name}"),
         (lambda: only_one(lambda _: "k")(two), KeyTemplateError, "key=lambda"),
         (lambda: only_one("k", work_id=generator)(two), KeyTemplateError, "work_id=generator takes ()"),
         (lambda: only_one(key_="k"), TypeError, "key_"),

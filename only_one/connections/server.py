@@ -36,6 +36,8 @@ _ADVICE = {
     "unknown command .(GET|SCAN|SELECT|SET)": "for a Sentinel, write redis=Sentinel([...]).master_for(...)",
     "^(MovedError|ResponseError MOVED).*Connection": "for a cluster's node, write redis=redis.RedisCluster(...)",
     "WRONGTYPE": "another program stores something else at this key: write another key, or another prefix=",
+    "connecting to localhost:6379": "start a Redis there, or name yours: ONLY_ONE_REDIS_URL, or configure(redis=...)",
+    "^InvalidResponse": "no Redis answers at this port: write the host and the port of one",
     "DB index": "write the number of a database that the server has, such as redis://host:6379/0",
     "^RuntimeError": "nothing could renew the key: write timeout= without lease=, or call before the main thread ends",
 }

@@ -49,8 +49,8 @@ def compile_key(key: object, call: Signature) -> MakeKey:
 
 
 def has_field(key: object, name: str) -> bool:
-    """Whether a key template has the field ``name``, such as ``{name}`` or ``{md5}``."""
-    return isinstance(key, str) and any(field.path == name for field in _split(key)[1])
+    """Whether a key template has the field ``name``, such as ``{md5}``. One with a format is refused."""
+    return isinstance(key, str) and f"{{{name}}}" in map(str, _split(key)[1])
 
 
 def check_name(key: object, call: Signature) -> None:

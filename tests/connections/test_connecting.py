@@ -83,6 +83,9 @@ CLUSTER.nodes_manager = SimpleNamespace(connection_kwargs={}, create_redis_node=
 WHO = "write the server's user and password: redis://user:password@host:6379/0"
 BY_DEFAULT = redis_py.Redis.from_url("redis://")
 SENTINEL: Any = redis.sentinel.Sentinel
+REFUSED = redis_py.ConnectionError("Error 111 connecting to localhost:6379. Connection refused.")
+YOURS = "start a Redis there, or name yours: ONLY_ONE_REDIS_URL, or configure(redis=...)"
+NO_REDIS = "no Redis answers at this port: write the host and the port of one"
 NO_TLS = "Timeout connecting to server"
 OTHER = "another program stores something else at this key: write another key, or another prefix="
 
@@ -99,6 +102,8 @@ OTHER = "another program stores something else at this key: write another key, o
         ),
         (BY_DEFAULT, redis_py.AuthenticationError(), f"AuthenticationError of localhost:6379:  ({WHO})"),
         (BY_DEFAULT, redis_py.ResponseError("WRONGTYPE"), f"ResponseError of localhost:6379: WRONGTYPE ({OTHER})"),
+        (BY_DEFAULT, REFUSED, f"ConnectionError of localhost:6379: {REFUSED} ({YOURS})"),
+        (BY_DEFAULT, redis.exceptions.InvalidResponse(), f"InvalidResponse of localhost:6379:  ({NO_REDIS})"),
         (redis_py.Redis(unix_socket_path="/s"), OSError("away"), "OSError of /s: away"),
         (SENTINEL([("a", 1), ("b", 2)]).master_for("m"), OSError("away"), "OSError of m of Sentinel a:1, b:2: away"),
         (CLUSTER, OSError("away"), "OSError of the cluster: away"),
