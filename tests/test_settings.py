@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -378,14 +379,16 @@ def test_timeout_and_lease_are_taken_together_from_one_level(
 def is_switched_off(**options: Any) -> bool:
     """Whether calls run without a key, and none of them sees that."""
 
-    def token() -> bytes:
+    def has_no_server() -> bool:
         current_lock().ensure_held()
         assert type(current_lock().fence) is int
-        return current_lock().token if current_lock().is_held else b"it is not held"
+        assert current_lock().is_held
+        assert getattr(current_lock().holder, "pid", None) == os.getpid()
+        return current_lock().server is None
 
-    of_sync, of_async = call_both(token, **options)
-    assert bool(of_sync) == bool(of_async)
-    return bool(of_sync == b"")
+    of_sync, of_async = call_both(has_no_server, **options)
+    assert of_sync is of_async
+    return bool(of_sync)
 
 
 def test_no_server_is_asked_by_decorating_or_configuring_nor_when_switched_off() -> None:

@@ -28,7 +28,7 @@ def run(decoration: Decoration, caller: Caller, args: Args, kwargs: Kwargs) -> A
     options = decoration.options_for(caller)
     key = caller.key or options.prefix + decoration.make_key(caller, args, kwargs)
     if options.server is None:
-        return _run_as(_switched_off(key), decoration, args, kwargs)
+        return _run_as(_switched_off(key, caller), decoration, args, kwargs)
     while True:
         call = LockedCall(options, options.server, key, caller)
         with call:
@@ -57,7 +57,7 @@ async def run_async(decoration: Decoration, caller: Caller, args: Args, kwargs: 
     options = decoration.options_for(caller)
     key = caller.key or options.prefix + decoration.make_key(caller, args, kwargs)
     if options.server is None:
-        return await _run_as_async(_switched_off(key), decoration, args, kwargs)
+        return await _run_as_async(_switched_off(key, caller), decoration, args, kwargs)
     client = await options.server.async_client()
     while True:
         call = AsyncLockedCall(options, options.server, key, caller)
@@ -88,9 +88,9 @@ async def _run_and_release_async(
             await drive_async(client, call.release())
 
 
-def _switched_off(key: str) -> Lease:
-    """The lease of a run while the locking is switched off: it looks held, and never expires."""
-    return Lease(None, key, b"", now(), inf, inf)
+def _switched_off(key: str, caller: Caller) -> Lease:
+    """The lease of a run while the locking is switched off: it looks held, by this run, and never expires."""
+    return Lease(None, key, caller.token_factory.token(None), now(), inf, inf)
 
 
 def _run_as(lease: Lease, decoration: Decoration, args: Args, kwargs: Kwargs) -> Any:

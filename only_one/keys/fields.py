@@ -254,7 +254,7 @@ def _formatted(field: Field, spec: str, value: object) -> str:
         text = format(converted, spec)
     except (TypeError, ValueError, OverflowError) as error:
         kind = str if field.conversion else type(value)
-        problem = f"{field} cannot format the parameter {field.parameter!r}, a {kind.__qualname__} ({error})"
+        problem = f"{field} cannot format the parameter {field.parameter!r} of type {kind.__qualname__} ({error})"
         raise _unkeyable(problem, "write another format, or key=callable") from error
     # A text with the address of an object differs by process.
     if not is_textual and re.search(r"0x[0-9a-fA-F]{6,}", converted if field.conversion else text):

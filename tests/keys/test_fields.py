@@ -102,9 +102,9 @@ UNKNOWN_CONTAINERS = [deque([{"a"}]), MappingProxyType({1: {"a"}}), SimpleNamesp
         (("{feed[id]}",), {}, r"\{feed\[id\]\}.*'feed'"),
         (("{feed[3]}",), [1], r"\{feed\[3\]\}.*'feed' \(IndexError: "),
         (("{feed[id]}",), 3, r"\{feed\[id\]\}.*'feed'"),
-        (("{feed:d}",), "x", r"\{feed:d\}.*'feed', a str \(.*: write another format, or key=callable$"),
-        (("{feed!r:d}",), 3, r"\{feed!r:d\}.*'feed', a str \("),
-        (("{feed:%Y}",), None, r"\{feed:%Y\}.*'feed', a NoneType \("),
+        (("{feed:d}",), "x", r"\{feed:d\}.*'feed' of type str \(.*: write another format, or key=callable$"),
+        (("{feed!r:d}",), 3, r"\{feed!r:d\}.*'feed' of type str \("),
+        (("{feed:%Y}",), None, r"\{feed:%Y\}.*'feed' of type NoneType \("),
     ],
 )
 def test_a_value_without_a_stable_key_is_named_with_the_way_out(
