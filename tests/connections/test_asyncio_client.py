@@ -1,6 +1,7 @@
 """The connections that async calls keep: none is left open, none gives a reply to another command.
 
 Also in one event loop after the other, many at a time, and when one is cancelled.
+What becomes of them after errors is in `test_kept_connections.py`, with those of threads.
 """
 
 from __future__ import annotations
@@ -19,90 +20,15 @@ import pytest
 import redis as redis_py
 from redis import asyncio as redis_asyncio
 
-from only_one import LockUnavailable, current_lock, only_one
+from only_one import current_lock
 from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.own_pools import SHORT_TIMEOUTS, own_pool
 from only_one.connections.server import Server, find_server
 from only_one.driver import ServerTimeout
-from rigs.proxy import Proxy
 from rigs.waiting import LIMIT
 from tests.clients import Clients
-from tests.decorated import as_async, decorated
+from tests.decorated import decorated
 from tests.interruptions import Interruption
-
-
-@pytest.fixture
-def named(redis: Any, redis_url: str, key: str) -> Any:
-    """The URL of a client with a name, and a function that gives the server's ids of its connections."""
-
-    def connections() -> list[str]:
-        return [each["id"] for each in redis.client_list() if each["name"] == key]
-
-    return f"{redis_url}?client_name={key}", connections
-
-
-def test_kept_connections_that_the_server_has_closed_are_replaced(redis: Any, named: Any) -> None:
-    url, connections = named
-
-    async def main() -> None:
-        call = decorated(as_async(lambda number: number), "{number}", timeout=600, redis=url)
-        for _ in range(5):
-            assert await asyncio.gather(*map(call, range(4))) == [0, 1, 2, 3]
-            assert len(connections()) <= 5, "the thread that renews has one, too"
-            for connection in connections():
-                redis.client_kill_filter(_id=connection)
-            assert [await call(number) for number in range(4)] == [0, 1, 2, 3]
-
-    asyncio.run(main())
-
-
-def test_a_command_that_is_refused_keeps_its_connection(redis: Any, named: Any, key: str) -> None:
-    url, connections = named
-    server = Server(redis_py.Redis.from_url(url))
-    redis.lpush(key, "no lock")
-
-    async def main() -> None:
-        client = await server.async_client()
-        for send in (client.send_raw, lambda command: asyncio.to_thread(server.client.send_raw, command)):
-            await send(("PING",))
-            before = connections()
-            for _ in range(3):
-                with pytest.raises(redis_py.ResponseError, match="WRONGTYPE"):
-                    await send(("GET", key))
-            assert connections() == before
-
-    asyncio.run(main())
-
-
-def test_after_a_time_out_no_other_kept_connection_is_used(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A firewall that forgets connections forgets all that were idle, and lets new ones through.
-
-    No command waits until one is closed: TLS would wait for the server's answer.
-    A client that was closed, as a loop does with its generators that may be run again, waits as long as before.
-    """
-    server = Server(redis_py.Redis.from_url(proxy.url, socket_timeout=2))
-
-    async def main() -> None:
-        client = await server.async_client()
-
-        def ask() -> Any:
-            return client.send_raw(("CLIENT", "ID"))
-
-        monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", AsyncMock(side_effect=AssertionError))
-
-        async def time_out() -> None:
-            proxy.lose_request("ECHO", then="hang")
-            with pytest.raises(redis_py.TimeoutError):
-                await client.send_raw(("ECHO", "x"))
-
-        kept = await asyncio.gather(ask(), ask())
-        await time_out()
-        assert not {await ask(), await ask()} & {*kept}
-        assert len(client.client._all) == 1, "the others are closed"
-        await client.aclose()
-        await time_out()
-
-    asyncio.run(main())
 
 
 def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fails_no_end(
@@ -125,21 +51,6 @@ def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fai
         client = make_async_client(source)
         asyncio.run(main())
     check.assert_not_called()
-
-
-def test_calls_that_wait_for_a_connection_send_nothing_once_the_server_is_known_to_be_down(proxy: Proxy) -> None:
-    """The first call and one that waits for it time out; the others would take as long each, and twice for a call."""
-
-    async def work(number: int) -> None:
-        pytest.fail(f"{number} has its key")
-
-    async def main() -> list[Any]:
-        call = only_one(work, key="{number}", redis=f"{proxy.url}?max_connections=1&socket_timeout=0.5")
-        return await asyncio.gather(*map(call, range(9)), return_exceptions=True)
-
-    proxy.lose_request("SET", times=18, then="hang")
-    assert {type(each) for each in asyncio.run(main())} == {LockUnavailable}
-    assert proxy.commands.count("SET") <= 2
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])

@@ -5,6 +5,7 @@ Replies are checked against their commands: each `ECHO` has a text of its own.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 import os
@@ -13,12 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 from uuid import uuid4
 
 import pytest
@@ -27,9 +29,10 @@ from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
-from only_one import ConfigurationError, inspection, only_one
+from only_one import ConfigurationError, only_one
 from only_one.connections.kept_connections import _packed, packed
 from only_one.connections.server import Server, find_server
+from only_one.driver import Command, Commands, drive, drive_async
 from only_one.events import Down
 from only_one.lock.redis_lock import Lock
 from rigs.proxy import Proxy
@@ -69,6 +72,10 @@ def kept(client: Any) -> set[int]:
         return number
 
     return {*map(id_of, client.idle)}
+
+
+def steps(command: Command) -> Commands[Any]:
+    return (yield command)
 
 
 @pytest.fixture
@@ -147,12 +154,6 @@ def test_a_client_of_any_kind_has_runs_that_are_renewed(server: RedisServer, mak
         assert is_renewed(run.lock)
         assert run.lock.server.looked_at_from == math.inf
         assert only_one(lambda: "done", key="\xfcber", redis=given)() is None
-    client = Server(given).client
-    assert echo(client)
-    before = kept(client)
-    with pytest.raises(redis_py.ResponseError, match="unknown command"):
-        client.send_raw(("NOTHING",))
-    assert kept(client) == before
     given.close()
 
 
@@ -224,30 +225,77 @@ def test_connections_that_the_server_has_closed_cost_nothing(server: RedisServer
     assert not [event for event in happened if isinstance(event, Down)]
 
 
-def test_a_command_that_times_out_is_sent_twice_and_leaves_no_kept_connection(
-    redis: Any, redis_url: str, name: str
+class OfThreads:
+    """What sends the commands of calls in the threads of a process."""
+
+    def __init__(self, server: Server) -> None:
+        self.client: Any = server.client
+
+    def send(self, *commands: Command) -> list[Any]:
+        """The replies to commands, which are sent at the same time."""
+        fill(self.client, len(commands))
+        return [drive(self.client, steps(command)) for command in commands]
+
+    def ids(self) -> set[int]:
+        return kept(self.client)
+
+    def close(self) -> None: ...
+
+
+class OfAnEventLoop(OfThreads):
+    """The same in an event loop."""
+
+    def __init__(self, server: Server) -> None:
+        self._loop, self._server = asyncio.new_event_loop(), server  # with which its client is closed
+        self._run = self._loop.run_until_complete
+        self.client = self._run(server.async_client())
+
+    def send(self, *commands: Command) -> list[Any]:
+        async def together() -> list[Any]:
+            return await asyncio.gather(*(drive_async(self.client, steps(command)) for command in commands))
+
+        return self._run(together())
+
+    def ids(self) -> set[int]:
+        return {*self.send(*[("CLIENT", "ID")] * len(self.client.client._idle))}
+
+    def close(self) -> None:
+        self._run(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+
+@pytest.mark.parametrize("kind", [OfThreads, OfAnEventLoop])
+def test_a_command_that_times_out_is_sent_twice_and_leaves_no_kept_connection_and_one_that_is_refused_all(
+    redis: Any, redis_url: str, name: str, kind: type[OfThreads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the client's retries: a reply that comes later goes to nobody.
 
     A firewall that forgets connections forgets all that were idle, and lets new ones through.
+    No command waits until one is closed: TLS would wait for the server's answer.
     """
+    monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", AsyncMock(side_effect=AssertionError))
     options: dict[str, Any] = {"retry": Retry(NoBackoff(), 9), "retry_on_error": [redis_py.TimeoutError]}
     with (
         Proxy(redis_url) as proxy,
         redis_py.Redis.from_url(proxy.url, socket_timeout=HANGS_FOR, client_name=name, **options) as given,
+        closing(kind(Server(given))) as one,
     ):
-        client = Server(given).client
-        before = fill(client, 2)
+        one.send(*[("ECHO", "a")] * 3)
+        before = one.ids()
+        assert len(before) == 3
+        with pytest.raises(redis_py.ResponseError, match="unknown command"):
+            one.send(("NOTHING",))
+        assert one.ids() == before
         proxy.forget_commands()
         proxy.lose_reply("GET", times=10, then="hang")
         with pytest.raises(redis_py.TimeoutError) as caught:
-            inspection._ask(client, ("GET", name))
+            one.send(("GET", name))
         assert proxy.commands == ["GET"] * 2
         # Not only when what was raised, and with it the call, is forgotten.
-        assert client.idle == []
+        assert one.ids() == set()
+        one.send(("ECHO", "b"))
         assert eventually(lambda: not before & connections(redis, name))
         del caught
-        assert echo(client)
 
 
 def test_a_connection_that_cannot_be_made_costs_no_other(client: Any) -> None:

@@ -13,7 +13,7 @@ from redis import Redis
 
 from only_one import carry_on, configure, current_lock, fail, only_one, retry, subscribe
 from only_one.errors import AlreadyRunning, LockLost, LockUnavailable
-from only_one.events import Acquired, Busy, Down, Event, Lost, Reclaimed, Released
+from only_one.events import Acquired, Busy, Event, Lost, Reclaimed
 from only_one.holder import Holder
 
 if TYPE_CHECKING:
@@ -63,15 +63,11 @@ async def forms() -> None:
 
 def who(error: AlreadyRunning) -> str:
     """A policy for busy keys."""
-    assert_type(error.key, str)
-    assert_type(error.holder, Holder | None)
-    assert_type(error.task_id, str | None)
     return error.key
 
 
 def why(error: LockUnavailable) -> bytes:
     """A policy for servers that are down."""
-    assert_type(error.key, str)
     return error.key.encode()
 
 
@@ -114,20 +110,10 @@ async def methods(feed: Feed) -> None:
 # --- the rest ------------------------------------------------------------------------------------------------------
 
 
-def lock() -> None:
-    """What a run may know and ask."""
-    own = current_lock()
-    assert_type(own.is_held, bool)
-    assert_type(own.expires_in, float)
-    if own.holder is not None:
-        assert_type(own.holder.task_id, str | None)
-        assert_type(own.holder.deadline, float | None)
-
-
 def lost(error: LockLost) -> None:
-    """What is known of a loss."""
-    assert_type(error.reason, str)
+    """A policy for losses, which asks who has the key."""
     assert_type(error.holder, Holder | None)
+    assert_type(current_lock().fence, int)
 
 
 def settings(client: Redis) -> None:
@@ -137,20 +123,9 @@ def settings(client: Redis) -> None:
 
 
 def hook(event: Event) -> None:
-    """Listens to everything."""
-    assert_type(event.key, str)
+    """Listens to everything, and what ends that."""
     if isinstance(event, (Acquired, Busy, Lost, Reclaimed)):
         assert_type(event.holder, Holder | None)
-    if isinstance(event, Lost):
-        assert_type(event.reason, str)
-    if isinstance(event, Released):
-        assert_type(event.seconds, float)
-    if isinstance(event, Down):
-        assert_type(event.error, LockUnavailable)
-
-
-def hooks() -> None:
-    """What ends a subscription."""
     assert_type(subscribe(hook), Callable[[], None])
 
 

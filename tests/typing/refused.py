@@ -1,29 +1,14 @@
 """What type checkers refuse: never run, but checked by mypy and pyright, which tell of a comment that is not needed."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
-# ruff: noqa: ARG001 - nothing here is ever called
 
 from __future__ import annotations
 
-from only_one import AlreadyRunning, LockUnavailable, configure, current_lock, fail, only_one, subscribe
+from only_one import configure, current_lock, fail, only_one, subscribe
 from only_one.events import Event
+from tests.typing.accepted import plain, plain_async, who, why
 
-
-def plain(a: int, b: str = "x") -> float:
-    """Decorated below."""
-    return a
-
-
-@only_one("k")
-def decorated(a: int, b: str = "x") -> float:
-    """A decorated function."""
-    return a
-
-
-@only_one("k")
-async def decorated_async(a: int) -> float:
-    """A decorated async function."""
-    return a
+decorated, decorated_async = only_one("k")(plain), only_one("k")(plain_async)
 
 
 async def calls() -> None:
@@ -58,21 +43,9 @@ def options() -> None:
     only_one("k", nope=1)  # type: ignore[call-overload]
     only_one("k", when_busy="skip")  # type: ignore[call-overload]
     only_one("k", when_busy=lambda: None)  # type: ignore[arg-type, misc]
-    only_one("k", when_busy=wrong_error)  # type: ignore[arg-type]
-    only_one("k", when_down=other_wrong_error)  # type: ignore[arg-type]
+    only_one("k", when_busy=why)  # type: ignore[arg-type]
+    only_one("k", when_down=who)  # type: ignore[arg-type]
     only_one("k")(3)  # type: ignore[call-overload]
-
-
-def wrong_error(error: LockUnavailable) -> None:
-    """A policy for another occasion."""
-
-
-def other_wrong_error(error: AlreadyRunning) -> None:
-    """A policy for another occasion."""
-
-
-def wrong_hook(event: AlreadyRunning) -> None:
-    """A policy is no hook."""
 
 
 def the_rest() -> None:
@@ -82,7 +55,7 @@ def the_rest() -> None:
     configure(nope=1)  # type: ignore[call-arg]
     subscribe(3)  # type: ignore[arg-type]
     subscribe(lambda: None)  # type: ignore[arg-type, misc]
-    subscribe(wrong_hook)  # type: ignore[arg-type]
+    subscribe(who)  # type: ignore[arg-type]
     current_lock().is_held = True  # type: ignore[misc]
 
 
