@@ -182,16 +182,6 @@ def test_the_settings_of_an_app_hold_where_it_is_given(redis_url: str, monkeypat
         assert not client.exists(key)
 
 
-@pytest.mark.usefixtures("redis")
-@pytest.mark.parametrize("look", [holder_of, release])
-def test_a_server_that_has_closed_all_connections_is_asked(look: Callable[..., Any]) -> None:
-    with redis_server() as server, Redis.from_url(server.url) as watching:
-        run = only_one(lambda: None, key="k", redis=server.url)
-        run()
-        watching.client_kill_filter(skipme=True)
-        assert not look(run)
-
-
 def test_a_wrong_call_is_refused() -> None:
     def work(feed: str) -> None: ...
 

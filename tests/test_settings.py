@@ -172,20 +172,6 @@ def test_the_last_resort_is_localhost(
     assert "locks are kept in redis://localhost:6379/0" in caplog.messages
 
 
-def test_a_server_is_given_as_client_url_or_callable(own_server: RedisServer, url: str) -> None:
-    database, path = url_of(own_server, 1), own_server.unix_socket
-    with (
-        Redis.from_url(database, decode_responses=True) as decoding,
-        Redis.from_url(database, protocol=3, encoding="utf8") as newer,
-        Redis(unix_socket_path=str(path), db=1) as local,
-    ):
-        urls = [f"unix://{path}?db=1", f"{database}?decode_responses=yes&protocol=3"]
-        for source in [decoding, newer, local, *urls, lambda: newer]:
-            given = {"redis": source}
-            for levels in ({"decorator": given}, {"configured": given}, {"app": {"only_one_redis": source}}):
-                assert call_with(levels, lambda: places(own_server)) == [f"1 {KEY}"]
-
-
 def test_a_callable_is_called_once_and_not_when_decorating(url: str) -> None:
     calls: list[object] = []
 
@@ -206,6 +192,7 @@ def test_a_callable_is_called_once_and_not_when_decorating(url: str) -> None:
         assert [function() for function in (*functions, unhashable, unhashable)] == [KEY] * 5
         with configure(redis=source.__call__):
             assert functions[0]() == decorated(own_key)() == KEY
+        assert run(a_task(an_app(only_one_redis=source.__call__))) == KEY
     assert calls == [source, source]
 
 

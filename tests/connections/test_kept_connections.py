@@ -29,10 +29,10 @@ from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
-from only_one import ConfigurationError, only_one
+from only_one import ConfigurationError, inspection, only_one
 from only_one.connections.kept_connections import _packed, packed
 from only_one.connections.server import Server, find_server
-from only_one.driver import Command, Commands, drive, drive_async
+from only_one.driver import Command, Commands, drive_async
 from only_one.events import Down
 from only_one.lock.redis_lock import Lock
 from rigs.proxy import Proxy
@@ -132,7 +132,9 @@ def waits(server: RedisServer) -> Any:
 CLIENTS: dict[str, Callable[[RedisServer], Any]] = {
     "by address": lambda server: redis_py.Redis(port=server.port, health_check_interval=1),
     "unix socket": lambda server: redis_py.Redis.from_url(f"unix://{server.unix_socket}"),
-    "RESP3": with_(protocol=3, decode_responses=True),
+    "URL": lambda server: f"{server.url}?decode_responses=yes&protocol=3",
+    "URL of a unix socket": lambda server: f"unix://{server.unix_socket}?db=1",
+    "callable": lambda server: lambda: redis_py.Redis.from_url(server.url, protocol=3, decode_responses=True),
     "another encoding": with_(encoding="latin-1", encoding_errors="ignore"),
     "subclass": lambda server: Subclass.from_url(server.url),
     "behind an object": lambda server: Behind(redis_py.Redis.from_url(server.url)),
@@ -153,8 +155,8 @@ def test_a_client_of_any_kind_has_runs_that_are_renewed(server: RedisServer, mak
         assert is_idle()
         assert is_renewed(run.lock)
         assert run.lock.server.looked_at_from == math.inf
-        assert only_one(lambda: "done", key="\xfcber", redis=given)() is None
-    given.close()
+        assert decorated(lambda: "done", "\xfcber", redis=given)() is None
+    getattr(given, "close", list)()
 
 
 def test_a_client_that_remembers_replies_is_asked_anew() -> None:
@@ -234,7 +236,7 @@ class OfThreads:
     def send(self, *commands: Command) -> list[Any]:
         """The replies to commands, which are sent at the same time."""
         fill(self.client, len(commands))
-        return [drive(self.client, steps(command)) for command in commands]
+        return [inspection._ask(self.client, command) for command in commands]
 
     def ids(self) -> set[int]:
         return kept(self.client)

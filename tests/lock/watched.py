@@ -66,8 +66,8 @@ class Watch:
         return server
 
     def key(self, name: str = "k") -> str:
-        """A key that is held."""
-        self.redis.set(self._prefix + name, "token", px=600_000)
+        """A key that is held, for longer than any lease."""
+        self.redis.set(self._prefix + name, "token", px=3_600_000)
         return self._prefix + name
 
     def lease(self, server: Any, name: str = "k", limit: float = math.inf, ttl: float = TTL) -> Lease:
