@@ -20,9 +20,8 @@ from only_one.lock import renewal
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.shared_tasks import forget_shared_tasks
-from rigs.waiting import LIMIT
 from tests.clients import KINDS, Clients, clients
-from tests.decorated import events
+from tests.decorated import events, patient
 from tests.faults.programs import Running, RunningAsync
 
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a program that forgets to flush is seen to hang by others only
@@ -97,8 +96,7 @@ def redis(redis_url: str, prefix: str) -> Iterator[Redis]:
 
     The product's own client would wait for a second or two, and a busy machine may take longer.
     """
-    patient = f"{redis_url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
-    with Redis.from_url(redis_url) as client, configure(redis=patient):
+    with Redis.from_url(redis_url) as client, configure(redis=patient(redis_url)):
         yield client
         for key in client.scan_iter(match=f"*{prefix}*", count=1000):
             client.delete(key)

@@ -15,10 +15,17 @@ import pytest
 from only_one import current_lock, only_one, subscribe
 from only_one.events import Event
 from only_one.lock.token import TokenFactory
+from rigs.waiting import LIMIT
 
 Function = Callable[..., Any]
 Decorate = Callable[..., Function]
 Busy = Callable[..., AbstractContextManager[object]]
+
+
+def patient(url: str, seconds: float = LIMIT) -> str:
+    """A server whose replies are waited for so long: the product's own client would wait for a second."""
+    return f"{url}?socket_timeout={seconds}&socket_connect_timeout={LIMIT}"
+
 
 CLOSED = "redis://127.0.0.1:1/0"
 """A server that is down."""

@@ -33,7 +33,7 @@ from only_one import LockLost, configure, current_lock, only_one, subscribe
 from only_one.inspection import key_of
 from only_one.keys.digest import digest
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Decorate, Function, as_async, both, decorated, decorated_async, own_key
+from tests.decorated import Decorate, Function, as_async, both, decorated, decorated_async, own_key, patient
 
 pytestmark = pytest.mark.usefixtures("redis")
 
@@ -206,9 +206,8 @@ def test_processes_threads_and_event_loops_never_overlap(
     redis: Redis, redis_url: str, prefix: str, tmp_path: Path
 ) -> None:
     """`tests/simulation` searches for the moments at which they might."""
-    patient = f"{redis_url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
     with ProcessPoolExecutor(3, get_context("spawn")) as pool:
-        calls = [pool.submit(call_often, patient, prefix, tmp_path) for _ in range(3)]
+        calls = [pool.submit(call_often, patient(redis_url), prefix, tmp_path) for _ in range(3)]
         results = sum((each.result(LIMIT) for each in calls), Counter[str | None]())
     assert results.keys() == {"ran", None}
     assert results.total() == 3 * 3 * 30

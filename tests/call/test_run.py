@@ -5,42 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from weakref import finalize
 
 import pytest
-import redis as redis_py
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from only_one import AlreadyRunning, ConfigurationError, LockUnavailable, current_lock, fail, only_one
 from only_one.lock import renewal
 from only_one.lock.token import active_tokens
 from rigs.proxy import Proxy
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Decorate, as_async, both, decorated
+from tests.decorated import Decorate, as_async, both, decorated, patient
 from tests.lock.test_leases import LONG, RELEASES
 
 NAME = "k"
-
-
-@pytest.fixture
-def client(proxy: Proxy) -> Iterator[Any]:
-    """A client through the proxy that waits for as long as it takes, and does not ask twice."""
-    patience: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": LIMIT}
-    with redis_py.Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0), **patience) as client:
-        yield client
 
 
 # What is left when it is over
 
 
 @both
-def test_nothing_is_left_of_a_call_that_has_ended(
-    proxy: Proxy, client: Any, redis: Any, key: str, decorate: Decorate
-) -> None:
+def test_nothing_is_left_of_a_call_that_has_ended(proxy: Proxy, redis: Any, key: str, decorate: Decorate) -> None:
     """However it has ended: nothing of it is kept, and nothing is sent for it."""
     tokens: list[bytes] = []
     before = active_tokens.copy()
@@ -50,12 +36,12 @@ def test_nothing_is_left_of_a_call_that_has_ended(
         assert tokens[-1] in renewal._renewer.leases
         raise ValueError(NAME)
 
-    run = decorate(work, lease=LONG, redis=client)
+    run = decorate(work, lease=LONG, redis=patient(proxy.url))
     with pytest.raises(ValueError, match=NAME):
         run()
     redis.set(key, b"somebody else's \xff")
     with pytest.raises(AlreadyRunning):
-        decorate(work, lease=LONG, redis=client, when_busy=fail)()
+        decorate(work, lease=LONG, redis=patient(proxy.url), when_busy=fail)()
     assert run() is None
     redis.delete(key)
     assert not renewal._renewer.pending_releases

@@ -18,7 +18,6 @@ from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 from uuid import uuid4
@@ -29,7 +28,7 @@ from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
-from only_one import ConfigurationError, inspection, only_one
+from only_one import inspection, only_one
 from only_one.connections.kept_connections import _packed, packed
 from only_one.connections.server import Server, find_server
 from only_one.driver import Command, Commands, drive_async
@@ -164,12 +163,6 @@ def test_a_client_that_remembers_replies_is_asked_anew() -> None:
     with redis_py.Redis(protocol=3, cache_config=cache.CacheConfig()) as given:
         assert given.connection_pool.cache is not None
         assert type(Server(given).client.connection_pool.make_connection()) is redis_py.Connection
-
-
-def test_what_has_no_pool_is_refused_with_what_to_write() -> None:
-    given = SimpleNamespace(execute_command=print, register_script=print)
-    with pytest.raises(ConfigurationError, match=r"of type SimpleNamespace: give a URL such as redis://host:6379/0"):
-        only_one(print, key="k", redis=given)
 
 
 def test_a_client_of_one_connection_waits_for_no_command_of_the_user_s(redis: Any, redis_url: str, key: str) -> None:

@@ -19,8 +19,6 @@ from typing import Any
 
 import pytest
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from only_one import LockLost, LockUnavailable, only_one
 from only_one.clock import now
@@ -28,7 +26,7 @@ from only_one.lock import renewal
 from rigs.proxy import Fault, Proxy
 from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Decorate, as_async, both, decorated
+from tests.decorated import Decorate, as_async, both, decorated, patient
 from tests.faults.programs import Program, Running
 from tests.renewal import is_awaited, is_renewed, later, renew_now
 
@@ -36,12 +34,6 @@ LONG = 3600.0
 """Seconds that no test takes, so that no key expires by itself."""
 
 RELEASES = ("DELIFEQ", "DELEX", "EVAL")
-
-
-def brief_client(url: str, seconds: float = 1) -> Any:
-    """A client that soon gives up, and does not ask twice."""
-    options = {"socket_timeout": seconds, "socket_connect_timeout": seconds}
-    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
 
 
 # Runs that are longer than their lease
@@ -233,8 +225,8 @@ def succeeds(call: Callable[[], Any]) -> bool:
 def test_a_server_that_is_frozen_during_an_acquire(server: RedisServer, key: str) -> None:
     """Sync, because an event loop of its own connects anew for each call, and so sends no SET to a frozen server."""
     late = 0
-    with redis.Redis.from_url(server.url) as client, brief_client(server.url, 0.1) as brief:
-        call = decorated(work, lease=LONG, redis=brief)
+    with redis.Redis.from_url(server.url) as client:
+        call = decorated(work, lease=LONG, redis=patient(server.url, 0.1))
         for _ in range(50):
             assert eventually(lambda: succeeds(call))
             before = sets(client)
@@ -257,29 +249,28 @@ def test_a_command_that_arrives_long_after_its_caller_has_given_up(
     proxy: Proxy, direct: Any, key: str, decorate: Decorate, *, is_frozen: bool
 ) -> None:
     """The proxy is a server that is frozen for longer than the lease: of all that was sent the SET comes last."""
-    with brief_client(proxy.url) as brief:
-        call = decorate(work, lease=LONG, redis=brief)
-        assert eventually(lambda: succeeds(call))
-        held = proxy.hold_up("SET", times=2)
-        frozen = proxy.lose_request(*RELEASES, times=sys.maxsize if is_frozen else 0, then="hang")
-        with pytest.raises(LockUnavailable):
-            call()
-        proxy.forget_commands()
-        with later(LONG if is_frozen else 0):  # and it is asked for in vain
-            left = renewal._renewer.pending_releases
-            assert eventually(lambda: len(proxy.commands) >= 3)  # "missing" is not final
-            assert not is_frozen or eventually(lambda: all(each.try_at > now() + LONG for each in list(left.values())))
-        frozen.left = 0
-        assert leaves_no_key(held, direct, key)
-        assert eventually(lambda: succeeds(call))
+    call = decorate(work, lease=LONG, redis=proxy.url)
+    assert eventually(lambda: succeeds(call))
+    held = proxy.hold_up("SET", times=2)
+    frozen = proxy.lose_request(*RELEASES, times=sys.maxsize if is_frozen else 0, then="hang")
+    with pytest.raises(LockUnavailable):
+        call()
+    proxy.forget_commands()
+    with later(LONG if is_frozen else 0):  # and it is asked for in vain
+        left = renewal._renewer.pending_releases
+        assert eventually(lambda: len(proxy.commands) >= 3)  # "missing" is not final
+        assert not is_frozen or eventually(lambda: all(each.try_at > now() + LONG for each in list(left.values())))
+    frozen.left = 0
+    assert leaves_no_key(held, direct, key)
+    assert eventually(lambda: succeeds(call))
 
 
 @both
 def test_an_answer_that_comes_when_the_key_has_expired_again(
     proxy: Proxy, direct: Any, key: str, decorate: Decorate
 ) -> None:
-    with redis.Redis.from_url(proxy.url, socket_timeout=None) as client, ThreadPoolExecutor(1) as pool:
-        call = decorate(work, lease=LONG, redis=client)
+    with ThreadPoolExecutor(1) as pool:
+        call = decorate(work, lease=LONG, redis=patient(proxy.url))
         assert call() == "done"
         held = proxy.hold_up("SET")
         called = pool.submit(call)
@@ -308,8 +299,8 @@ def test_an_acquire_that_is_cancelled(proxy: Proxy, direct: Any, key: str, arriv
         "release never": partial(proxy.lose_request, *RELEASES, then="hang"),
     }
 
-    async def main(client: Any) -> None:
-        run = only_one(as_async(work), key="k", lease=LONG, redis=client)
+    async def main() -> None:
+        run = only_one(as_async(work), key="k", lease=LONG, redis=patient(proxy.url))
         assert await run() == "done"
         fault = faults[arrives]()
         task = asyncio.ensure_future(run())
@@ -325,7 +316,5 @@ def test_an_acquire_that_is_cancelled(proxy: Proxy, direct: Any, key: str, arriv
         assert await asyncio.to_thread(freed, direct, key)
         assert await run() == "done"
 
-    # By a client that waits for a reply for as long as it takes.
-    with redis.Redis.from_url(proxy.url, socket_timeout=None) as client:
-        asyncio.run(main(client))
+    asyncio.run(main())
     assert not direct.exists(key)

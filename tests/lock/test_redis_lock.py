@@ -22,7 +22,6 @@ import redis
 import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from only_one import current_lock, driver, fail
 from only_one.clock import now
@@ -37,7 +36,7 @@ from only_one.lock.redis_lock import AsyncLock, Lock
 from rigs.proxy import Proxy, Then
 from rigs.servers import redis_server
 from rigs.waiting import LIMIT, eventually
-from tests.decorated import Decorate, both
+from tests.decorated import Decorate, both, patient
 from tests.interruptions import Interruption
 from tests.lock.test_leases import RELEASES, freed, leaves_no_key
 from tests.renewal import is_idle
@@ -48,7 +47,6 @@ HANGS_FOR = 2.0
 LOST = (redis.ConnectionError, redis.TimeoutError)
 HELD = ReleaseResult("held")
 BINARY = b"\x00\xff\r\n somebody \x1b[31melse's"
-NO_RETRY = Retry(NoBackoff(), 0)
 
 
 def _old_binary() -> str | None:
@@ -307,24 +305,15 @@ def test_the_reply_to_acquire_is_lost_and_redis_py_asks_again(
 # Lost replies, seen by a decorated run
 
 
-@pytest.fixture
-def patient(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Any]:
-    """The user's client: its own retries, here none, do not count."""
-    hangs = "then" in request.fixturenames and request.getfixturevalue("then") == "hang"
-    options: Any = {"socket_timeout": HANGS_FOR if hangs else LIMIT, "retry": NO_RETRY}
-    with redis.Redis.from_url(proxy.url, **options) as client:
-        yield client
-
-
 @both
 @in_all_ways
 def test_a_run_whose_acquire_got_no_reply(
-    decorate: Decorate, patient: Any, proxy: Proxy, direct: Any, key: str, then: Then, happened: list[Event]
+    decorate: Decorate, proxy: Proxy, direct: Any, key: str, then: Then, happened: list[Event]
 ) -> None:
     def is_ours() -> bool:
         return current_lock().is_held and Holder.parse(direct.get(key)) == current_lock().holder is not None
 
-    run = decorate(is_ours, redis=patient)
+    run = decorate(is_ours, redis=patient(proxy.url, HANGS_FOR if then == "hang" else LIMIT))
     lost = proxy.lose_reply("SET", then=then)
     assert run() is True
     assert lost.met.is_set()
@@ -338,8 +327,7 @@ def test_a_key_that_is_deleted_during_a_run_whose_acquire_was_sent_twice(
     decorate: Decorate, proxy: Proxy, direct: Any, key: str, happened: list[Event]
 ) -> None:
     """Only a release that is sent twice may itself have deleted the key that it finds missing."""
-    patient_url = f"{proxy.url}?socket_timeout={LIMIT}&socket_connect_timeout={LIMIT}"
-    run = decorate(lambda: direct.delete(key), redis=patient_url, timeout=LIMIT * 100)
+    run = decorate(lambda: direct.delete(key), redis=patient(proxy.url), timeout=LIMIT * 100)
     lost = proxy.lose_reply("SET")
     assert run() == 1
     assert lost.met.is_set()
@@ -350,9 +338,9 @@ def test_a_key_that_is_deleted_during_a_run_whose_acquire_was_sent_twice(
 @over_new_and_old
 @pytest.mark.parametrize("way", ["lose_reply", "lose_request"])
 def test_a_run_whose_release_got_no_reply(
-    decorate: Decorate, patient: Any, proxy: Proxy, direct: Any, key: str, way: str, happened: list[Event], caplog: Any
+    decorate: Decorate, proxy: Proxy, direct: Any, key: str, way: str, happened: list[Event], caplog: Any
 ) -> None:
-    run = decorate(lambda: "result", redis=patient)
+    run = decorate(lambda: "result", redis=patient(proxy.url))
     assert run() == "result"  # finds out how the server is to be asked
     lost = getattr(proxy, way)(*RELEASES)
     happened.clear()
@@ -369,18 +357,12 @@ def test_a_run_whose_release_got_no_reply(
 # Commands that are sent twice
 
 
-@pytest.fixture
-def sends_again(proxy: Proxy) -> str:
-    """A server at which a command is sent again after a time-out."""
-    return f"{proxy.url}?socket_timeout={HANGS_FOR}&socket_connect_timeout={LIMIT}"
-
-
 @both
 @pytest.mark.parametrize("other", [None, "another's"])
 def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_call(
-    decorate: Decorate, sends_again: str, proxy: Proxy, direct: Any, key: str, other: str | None
+    decorate: Decorate, proxy: Proxy, direct: Any, key: str, other: str | None
 ) -> None:
-    run = decorate(lambda: "result", redis=sends_again, timeout=LIMIT * 100)
+    run = decorate(lambda: "result", redis=patient(proxy.url, HANGS_FOR), timeout=LIMIT * 100)
 
     def leaves_nothing() -> bool:
         of_others = set(renewal._renewer.pending_releases)
@@ -401,9 +383,9 @@ def test_a_set_that_was_sent_twice_leaves_no_key_when_the_first_comes_after_the_
 
 @both
 def test_a_release_that_was_sent_twice_while_another_acquired_the_key_is_no_loss(
-    decorate: Decorate, sends_again: str, proxy: Proxy, direct: Any, key: str, happened: list[Event]
+    decorate: Decorate, proxy: Proxy, direct: Any, key: str, happened: list[Event]
 ) -> None:
-    run = decorate(lambda: "result", redis=sends_again, when_lost=fail)
+    run = decorate(lambda: "result", redis=patient(proxy.url, HANGS_FOR), when_lost=fail)
     assert [run(), run()] == ["result", "result"]
     # On a busy machine a reply may come too late, and what is cleaned up then would meet the faults in the run's place.
     renewal._renewer.pending_releases.clear()
