@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.newsletter import making, recipients
+from examples.newsletter import making, recipients, sending
 from examples.newsletter.recipients import CHUNK
 from rigs.waiting import LIMIT, eventually
 from tests.programs import program
@@ -43,6 +43,8 @@ def test_a_chunk_that_breaks_off_is_not_there(folder: Path, monkeypatch: pytest.
     assert making.missing("spring") == [0, 1, 2]
     assert making.make("spring", 0) == 9
     assert making.missing("spring") == [1, 2]
+    with pytest.raises(sending.IncompleteError, match=r"^2 of 3 chunks of spring are missing, the first is 1$"):
+        sending.deliver("spring", lambda: None)
     assert [(entry.id, entry.address) for entry in making.read("spring", 0)][8] == (9, "person-9@example.net")
     assert making.make("spring", 0) == 0
 

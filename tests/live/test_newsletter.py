@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from celery import group
-from celery.exceptions import ChordError
 
-from examples.newsletter import making, recipients, sending
+from examples.newsletter import recipients
 from examples.newsletter.app import app, make_chunk, send, start
 from examples.newsletter.smtp_server import smtp_server
 from only_one import configure
@@ -67,9 +66,9 @@ class House:
         chunks = group(make_chunk.si(self.name, number) for number in range(recipients.chunks()))
         return sum(chunks().get(timeout=LIMIT))
 
-    def let_go(self, times: int = 20) -> None:
-        """Let so many runs go on that wait for the test, or that come."""
-        self.place.client.rpush(self.name, *["go"] * times)
+    def let_go(self) -> None:
+        """Let the runs go on that wait for the test, or that come."""
+        self.place.client.rpush(self.name, *["go"] * 20)
 
     @contextmanager
     def frozen_smtp(self) -> Iterator[None]:
@@ -80,21 +79,9 @@ class House:
         finally:
             self.smtp.send_signal(signal.SIGCONT)
 
-    @contextmanager
-    def without_database(self) -> Iterator[None]:
-        """Have it away, from when all chunks are made but that to which things happen."""
-        self.are_stuck()
-        assert eventually(lambda: making.missing(self.name) == [STUCK])
-        path = self.folder / "recipients.sqlite"
-        path.rename(path.with_suffix(".away"))
-        try:
-            yield
-        finally:
-            path.with_suffix(".away").rename(path)
-
-    def are_stuck(self, number: int = 1) -> list[int]:
+    def are_stuck(self) -> list[int]:
         """The processes that have begun to make the chunk to which things happen; waited for."""
-        self.place.wait_for("make", self.name, times=number)
+        self.place.wait_for("make", self.name)
         return [note.pid for note in self.place.notes("make", self.name)]
 
     @contextmanager
@@ -151,33 +138,6 @@ def test_a_second_start_meets_a_chunk_that_is_being_made(house: House) -> None:
 def test_the_process_that_makes_a_chunk_is_killed(house: House) -> None:
     result = start(house.name)
     os.kill(house.are_stuck()[0], signal.SIGKILL)
-    house.let_go()
-    assert result.get(timeout=LIMIT) == PEOPLE
-
-
-def test_a_chunk_that_fails_for_good_means_that_nothing_is_sent_and_the_next_start_makes_only_that(
-    house: House,
-) -> None:
-    result = start(house.name)
-    with house.without_database():
-        house.let_go()
-        error = result.get(timeout=LIMIT, propagate=False)
-    assert isinstance(error, ChordError)
-    assert "unable to open database file" in str(error)
-    with pytest.raises(sending.IncompleteError, match=f"1 of 4 chunks of {house.name} are missing, the first is 1"):
-        send.delay(house.name).get(timeout=LIMIT)  # by hand
-    assert house.accepted == Counter()
-    made = {file: file.stat().st_ino for file in making.path(house.name, STUCK).parent.glob("??????")}
-    assert start(house.name).get(timeout=LIMIT) == PEOPLE
-    assert {file: file.stat().st_ino for file in made} == made
-    assert house.accepted == house.chosen
-
-
-def test_trouble_with_the_database_is_tried_again(house: House) -> None:
-    result = start(house.name)
-    with house.without_database():
-        house.let_go(times=1)
-        house.are_stuck(number=2)
     house.let_go()
     assert result.get(timeout=LIMIT) == PEOPLE
 
