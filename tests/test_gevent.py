@@ -153,42 +153,29 @@ def test_a_process_under_eventlet_that_ends_with_pending_releases(server: RedisS
     assert said(EVENTLET, ENDS_WHILE_IT_CONNECTS, server.url, prefix) == ["ends"]
 
 
-STARTS_A_SERVER = """
-from only_one.testing import redis_server
-with redis_server() as server, redis.Redis(port=server.port) as own:
-    print(own.ping())
-"""
-
-
-@pytest.mark.parametrize("under", [GEVENT, EVENTLET], ids=["gevent", "eventlet"])
-def test_a_server_of_a_users_tests(server: RedisServer, prefix: str, under: str) -> None:
-    assert said(under, STARTS_A_SERVER, server.url, prefix) == ["True"]
-
-
 TIME_IS_OVER = """
+from only_one.testing import redis_server
+
 class TimeIsOver(Exception):
     pass
 
-patient = redis.Redis.from_url(url, socket_timeout=LIMIT)
 gevent = sys.modules.get("gevent")
 begin_limit = gevent.Timeout.start_new if gevent else eventlet.Timeout
+with redis_server() as server, redis.Redis(port=server.port, socket_timeout=LIMIT) as client:
+    @only_one.only_one("k", redis=client)
+    def run():
+        client.client_pause(int(LIMIT * 1000), all=False)  # so that the release waits
+        begin_limit(0.1, TimeIsOver())
 
-@only_one.only_one("k", redis=patient)
-def run():
-    client.client_pause(int(LIMIT * 1000), all=False)  # so that the release waits
-    begin_limit(0.1, TimeIsOver())
-
-try:
-    print(run())
-except TimeIsOver:
-    client.client_unpause()
-    print(eventually(lambda: not client.exists(prefix + "k")))
+    try:
+        print(run())
+    except TimeIsOver:
+        client.client_unpause()
+        print(eventually(lambda: not client.exists(prefix + "k")))
 """
 
 
 @pytest.mark.parametrize("under", [GEVENT, EVENTLET], ids=["gevent", "eventlet"])
-def test_a_time_limit_of_a_greenlet_that_is_over_during_a_release_reaches_the_caller(
-    server: RedisServer, prefix: str, under: str
-) -> None:
-    """And the key is freed."""
-    assert said(under, TIME_IS_OVER, server.url, prefix) == ["True"]
+def test_a_time_limit_of_a_greenlet_that_is_over_during_a_release_reaches_the_caller(prefix: str, under: str) -> None:
+    """And the key is freed, of a server that a user's tests start under gevent, too."""
+    assert said(under, TIME_IS_OVER, "redis://", prefix) == ["True"]

@@ -1,7 +1,7 @@
 """Runs that are ten leases long, whatever they do, while others call for their keys all the time.
 
-`python -m tests.live.test_ten_leases KEY` calls for a key a few times at once, and so is such a run. That those in
-Celery's pools are renewed is in `test_pools`, and greenlets that compute are in `tests/test_gevent.py`.
+`python -m tests.live.test_ten_leases KEY` is such a run. That those in Celery's pools are renewed is in `test_pools`,
+and greenlets that compute are in `tests/test_gevent.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from rigs.waiting import LIMIT, eventually
 from tests.live.workers import PREFIX, ROOT, URL, Scene, note
 
 LEASE, LEASES = 1.0, 10
-CALLS = 3
-KEYS = ["threads-IO", "asyncio-IO", "threads-CPU", "asyncio-CPU"]
+KEYS = ["sync-IO", "asyncio-IO", "sync-CPU", "asyncio-CPU"]
 
 
 def work(key: str) -> None:
@@ -47,10 +46,6 @@ async def run_async(key: str) -> None:
         work(key)
     else:
         await asyncio.to_thread(work, key)
-
-
-async def in_a_loop(key: str) -> None:
-    await asyncio.gather(*[run_async(key) for _ in range(1 if key.endswith("CPU") else CALLS)])
 
 
 @pytest.mark.soak
@@ -86,7 +81,6 @@ def test_nothing_overlaps_and_no_key_is_lost(scene: Scene) -> None:
 if __name__ == "__main__":
     configure(redis=os.environ[URL], prefix=PREFIX)
     if sys.argv[1].startswith("asyncio"):
-        asyncio.run(in_a_loop(sys.argv[1]))
+        asyncio.run(run_async(sys.argv[1]))
     else:
-        with ThreadPoolExecutor(CALLS) as threads:
-            list(threads.map(run, [sys.argv[1]] * CALLS))
+        run(sys.argv[1])
