@@ -18,10 +18,12 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 from only_one.connections import asyncio_connections, nodes, slots
 from only_one.connections.kept_connections import KeptConnections
 from only_one.connections.own_pools import SHORT_TIMEOUTS, own_pool
+from only_one.driver import ServerTimeout
 from rigs.proxy import Proxy
 from tests.renewal import MOMENT, Clock
 
 DOWN = redis_py.ConnectionError()
+SILENT = redis_py.TimeoutError()
 
 
 @pytest.fixture
@@ -149,8 +151,9 @@ class Told:
         came = [f"{host} {command[0]}" for command in commands]
         self.asked += came
         replies = [self.says.get(each, "OK") for each in came]
-        if DOWN in replies:
-            raise DOWN
+        for reply in replies:
+            if reply in (DOWN, SILENT):
+                raise reply
         return replies
 
     async def _answer_async(self, host: str, command: Any, *, is_asking: bool) -> Any:
@@ -211,6 +214,7 @@ def test_what_a_renewal_learns_of_slots(
 
 
 REFUSED = 16
+ASKED = ["a GET", *LOOKS, "a CLUSTER"]
 CALLS: dict[str, tuple[str, dict[str, Any], list[str], float]] = {
     "a slot that nobody is known to have": ("6", {}, ["a GET"], 0),
     "each says that the other has it": (
@@ -223,9 +227,11 @@ CALLS: dict[str, tuple[str, dict[str, Any], list[str], float]] = {
     "CLUSTERDOWN of who was restarted": (
         "0",
         {"a GET": ClusterDownError(""), **KNOW_NONE, "a CLUSTER": []},
-        ["a GET", *LOOKS, "a CLUSTER", *["a GET"] * (REFUSED - 1)],
+        [*ASKED, *["a GET"] * (REFUSED - 1)],
         2.1,
     ),
+    "one of the nodes times out": ("0", {"a GET": SILENT, **KNOW_NONE, "a CLUSTER": SILENT}, ASKED, 0),
+    "all nodes time out": ("0", dict.fromkeys(ASKED, SILENT), ASKED, 0),
 }
 
 
@@ -234,21 +240,23 @@ CALLS: dict[str, tuple[str, dict[str, Any], list[str], float]] = {
 def test_a_call_is_sent_on_and_waits_for_as_long_as_a_node_may_refuse_all_commands(
     monkeypatch: pytest.MonkeyPatch, slot: str, says: dict[str, Any], asked: list[str], waits: float, *, is_async: bool
 ) -> None:
-    """Which is two seconds, as redis-py's clients know, too; and no longer."""
+    """Which is two seconds, as redis-py's clients know, too; and no longer. If all time out, it is not sent again."""
     told, pauses = Told(monkeypatch, says), [0.0]
     monkeypatch.setattr(asyncio, "sleep", AsyncMock(side_effect=pauses.append))
     monkeypatch.setattr(nodes, "time", SimpleNamespace(sleep=pauses.append))
     if slot not in told.slots.owners:
         told.slots.owners.clear()
-    call = asyncio_connections.ClusterConnections(told.slots) if is_async else told.theirs
+    connections, of_calls = asyncio_connections.ClusterConnections(told.slots), nodes.ClusterNodes(told.slots, {}, 0.0)
+    call: Any = connections if is_async else of_calls
 
     def ask() -> Any:
         reply: Any = call.send_raw(("GET", slot))
         return asyncio.run(reply) if is_async else reply
 
     if says:
-        with pytest.raises(type(says["a GET"])):
+        with pytest.raises(type(says["a GET"])) as raised:
             ask()
+        assert (raised.type is ServerTimeout) == (says.get("d CLUSTER") is SILENT)
     else:
         assert ask() == "OK"
     assert told.asked == asked

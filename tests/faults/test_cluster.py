@@ -35,7 +35,6 @@ from tests.connections.test_kept_connections import Behind
 from tests.decorated import Decorate, both, call_both, decorated, decorated_async
 from tests.faults.programs import Holder, Running, RunningAsync
 from tests.faults.test_fork import FORK
-from tests.interruptions import Interruption, while_handling
 from tests.renewal import fails_to_renew, renew_now
 
 # The nodes do not find each other lost by themselves: on a slow machine, one that is well may be late by any time.
@@ -301,23 +300,6 @@ def test_connections_of_an_event_loop_that_all_nodes_have_closed_cost_nothing(cl
     asyncio.run(main())
 
 
-@both
-def test_a_node_that_has_left_the_cluster_and_still_answers(
-    cluster: Cluster, names: list[str], decorate: Decorate
-) -> None:
-    """It knows of no other node that could have its slots, and refuses all commands."""
-    call = decorate(lambda: "done", key=names[0])
-    slot = cluster.client.keyslot(key_of(call))
-    with cluster.node_without_slots() as leaves:
-        assert eventually(lambda: leaves.call("CLUSTER INFO")["cluster_state"] == "ok")
-        for owner in (leaves, cluster.nodes[0]):
-            assert call() == "done"
-            for node in (owner, *cluster.nodes):
-                node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", owner.id)
-        leaves.client.execute_command("CLUSTER RESET")
-        assert call() == "done"
-
-
 # Slots that move
 
 
@@ -437,65 +419,32 @@ def test_all_nodes_are_looked_at(prefix: str) -> None:
             assert len(find_server(cluster.client).nodes.all()) == 4
 
 
-def at_once(number: int) -> Callable[..., list[Any]]:
-    """So many calls in one event loop."""
-
-    def call_all(**options: Any) -> list[Any]:
-        call = decorated(echo, "{word}", **options)
-
-        async def main() -> list[Any]:
-            return await asyncio.gather(*(call(f"word {each}") for each in range(number)))
-
-        return asyncio.run(main())
-
-    return call_all
-
-
-def while_an_interruption_is_handled(**options: Any) -> list[Any]:
-    results: list[Any] = []
-    call = only_one(lambda: "done", key="k", **options)
-    while_handling(Interruption, lambda: results.append(call()))
-    return results
-
-
-@pytest.mark.parametrize(
-    "call_all",
-    [while_an_interruption_is_handled, at_once(1), at_once(40)],
-    ids=["sync", "async", "forty at once"],
-)
-def test_calls_know_together_that_no_node_can_be_reached(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, call_all: Callable[..., list[Any]]
-) -> None:
-    """All nodes are asked once where the slots are, that which has failed last; and nothing is sent again.
-
-    A look takes as long as the time-outs of all nodes together: each call would look for itself, one after the other.
-    """
+def test_calls_know_together_that_no_node_can_be_reached(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes as long as the time-outs of all nodes together: each would look for itself, one after the other."""
     made: Any = slots.Trip
-    sent, thread = [], threading.get_ident()
+    asked, thread = [], threading.get_ident()
 
     def noted(address: Any, command: Any, *args: Any, **options: Any) -> Any:
-        if threading.get_ident() == thread:  # not that of the renewing thread
-            sent.append((command[0], address[1]))
+        if threading.get_ident() == thread and command[0] == "CLUSTER":  # not in that of the renewing thread
+            asked.append(address)
         return made(address, command, *args, **options)
 
-    ports = [node.server.port for node in cluster.nodes]
-    with redis_py.RedisCluster("127.0.0.1", ports[0], socket_timeout=0.3, socket_connect_timeout=0.3) as client:
+    async def at_once(**options: Any) -> list[Any]:
+        call: Any = decorated(echo, "{word}", when_down=lambda _: "down", **options)
+        return await asyncio.gather(*(call(f"word {each}") for each in range(40)))
+
+    port = cluster.nodes[0].server.port
+    with redis_py.RedisCluster("127.0.0.1", port, socket_timeout=0.3, socket_connect_timeout=0.3) as client:
         monkeypatch.setattr(slots, "Trip", noted)
         for node in cluster.nodes:
             node.server.pause()
         try:
-            results = call_all(redis=client, when_down=lambda _: "down")
+            results = asyncio.run(at_once(redis=client))
         finally:
             for node in cluster.nodes:
                 node.server.resume()
     assert {*results} == {"down"}
-    asked = [(name, port) for name, port in sent if name == "CLUSTER"]
-    if len(results) == 1:
-        ((command, first), *looks) = sent
-        assert (command, looks) == ("SET", asked)
-        assert sorted(port for _, port in asked) == sorted(ports)
-        assert asked[-1] == ("CLUSTER", first)
-    assert len(asked) <= 2 * len(ports)  # some may be sent while the others look
+    assert len(asked) <= 2 * len(cluster.nodes)  # some may be sent while the others look
 
 
 # Replicas
