@@ -49,8 +49,10 @@ HELD: list[tuple[str, int | None, int, str]] = [
     ("kept", 1, 1, "dropped"),
     ("kept", 2, 1, "dropped"),
     ("kept", 0, 1, "requeued"),
+    ("kept", 0, 0, "dropped"),
     ("running", 0, 1, "requeued"),  # behind its previous attempt: nothing waits in a worker
     ("running", 2, 1, "dropped"),
+    ("running", 2, 0, "dropped"),
     ("queued", 2, 1, "dropped"),
     ("running", 1, 1, "requeued"),
     ("queued", 0, 0, "run"),
@@ -91,20 +93,6 @@ def test_a_task_is_never_skipped_because_of_its_own_lock(
         queue.deliver()
         assert answer.state == "SUCCESS"
         assert len(runs) == 1
-
-
-@pytest.mark.parametrize(("state", "attempt"), [("running", 2), ("kept", 0)])
-@pytest.mark.parametrize("policy", [retry(), fail])
-def test_new_work_with_an_id_in_use_waits(queue: Queue, keys: Keys, state: str, attempt: int, policy: Any) -> None:
-    """For as long as the work that is under way takes."""
-    answer = a_task(queue.app, done, when_busy=policy).delay()
-    keys["k"] = token_of(answer.id, state=state, attempt=attempt)
-    for _ in range(3):
-        queue.deliver()
-        assert len(queue) == 1
-    del keys["k"]
-    queue.deliver()
-    assert answer.get() == "done"
 
 
 # Calls from inside
@@ -370,23 +358,6 @@ def test_a_busy_task_waits_if_a_skip_would_do_harm(
         assert (answer.state, answer.result) == ("SUCCESS", "done")
         assert len(queue) == len(others)  # the task after it
     assert "outer" not in keys
-
-
-@pytest.mark.parametrize("make", [both_below, above_and_below])
-def test_each_of_two_decorators_tells_redeliveries_its_end(queue: Queue, keys: Keys, make: Callable[..., Any]) -> None:
-    def work() -> None:
-        runs.append("run")
-        queue.deliver_elsewhere(message, redelivered=True)
-        keys.redis.hset(keys.marker(answer.id), "asked", 1)
-
-    runs: list[str] = []
-    answer = make(queue.app, work).delay()
-    message = queue.take()
-    queue.deliver(message)
-    assert [keys.marked(answer.id, key)[b"stored"] for key in ("k", "outer")] == [b"1", b"1"]
-    queue.deliver()
-    assert runs == ["run"]
-    assert len(queue) == 0
 
 
 def test_of_two_decorators_with_one_key_the_inner_one_is_busy_like_any_other(queue: Queue) -> None:

@@ -25,7 +25,6 @@ from tests.celery.deliveries import (
     OUTCOMES,
     REMEMBERED,
     Awaits,
-    CallsAgain,
     Keys,
     Queue,
     a_task,
@@ -105,27 +104,6 @@ def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str
     assert len(queue) == before, "it waits no more"
 
 
-@pytest.mark.parametrize(("what", "expected"), [("has the key", [0, 0, 0]), ("has run", [0, 1, 1])])
-def test_a_second_call_after_another_task(queue: Queue, keys: Keys, what: str, expected: list[int]) -> None:
-    """It is requeued, and not dropped for the end of the first call; nor does it run after a newer task."""
-    runs: list[int] = []
-
-    def meanwhile(_: Any) -> None:
-        if runs == [0] and what == "has run":
-            queue.deliver_elsewhere(newer)
-        elif runs == [0]:
-            keys["k"] = "somebody else"
-
-    task = a_task(queue.app, runs.append, when_busy=buffer_one(), celery={"base": CallsAgain, "meanwhile": meanwhile})
-    answer, _ = task.delay(0), task.delay(1)
-    message, newer = queue.take(), queue.take()
-    keys.redis.hset(keys.marker(answer.id), "asked", 1)
-    queue.deliver(message)
-    del keys["k"]
-    queue.deliver_all()
-    assert runs == expected
-
-
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
 def test_a_redelivery_waits_for_the_server_unless_it_may_carry_on(queue: Queue, way: Proxy, policy: Any) -> None:
     """Its run may be under way, so a failure, or None, would be stored over the result of that run."""
@@ -177,25 +155,6 @@ def test_the_first_task_of_what_replaces_a_task_waits_for_its_run(queue: Queue, 
     queue.deliver()
     assert 1 in times  # it was requeued, and is the last of those that wait
     assert [queue.deliver() for _ in times] == ["done"] * len(times)
-
-
-@pytest.mark.parametrize("policy", [None, skip, fail, retry(max_retries=0)])
-def test_no_policy_replaces_the_result_of_a_run_that_has_ended(queue: Queue, keys: Keys, policy: Any) -> None:
-    """Though another task has the key by then."""
-
-    def work() -> None:
-        queue.deliver_elsewhere(message, redelivered=True)
-        raise ValueError  # Celery does not replace the result of a run that has succeeded
-
-    given = {"when_busy": policy} if policy else {}
-    answer = a_task(queue.app, work, **given).delay()
-    message = queue.take()
-    queue.deliver(message)
-    with keys.busy():
-        queue.deliver(message, redelivered=True)
-        queue.deliver()
-    assert isinstance(answer.result, ValueError)
-    assert len(queue) == 0
 
 
 @pytest.mark.parametrize("acks_late", [True, False])
@@ -266,6 +225,7 @@ ENDED: dict[str, tuple[Any, str]] = {
     "not stored, and the key is kept": ({"stored": 0, "ended_at": 40, "kept": True}, "requeued"),
     "stored, and another has the key": ({"stored": 1, "ended_at": 20, "when_busy": fail}, "dropped"),
     "the same, and None would be its result": ({"stored": 1, "ended_at": 20, "when_busy": skip}, "dropped"),
+    "the same, and it may not wait": ({"stored": 1, "ended_at": 20, "when_busy": retry(max_retries=0)}, "dropped"),
     "not stored yet, and another has the key": ({"stored": 0, "ended_at": 20, "when_busy": skip}, "requeued"),
     # A redelivery may come between the release of a key that was lost, and the result.
     "only stored": ({"stored": 1, "ended_at": None}, "dropped"),
