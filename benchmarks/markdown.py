@@ -1,11 +1,19 @@
-"""Tables in Markdown, and what is measured in the pages of the documentation."""
+"""What was measured, with what: versions, tables in Markdown, and the pages of the documentation."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def versions(*packages: str) -> str:
+    """The versions of Python and of packages."""
+    named = [f"{'redis-py' if name == 'redis' else name} {version(name)}" for name in packages]
+    return ", ".join([f"Python {platform.python_version()}", *named])
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -13,18 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from functools import partial
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,7 @@ from benchmarks import markdown, peers_app
 from benchmarks.peers_app import DEFAULT, EXPIRY, FIXED, PEERS, RENEWED, WITNESS_DB, Peer, app, client
 from only_one.testing import redis_server
 from rigs.namespaces import elsewhere
-from rigs.programs import Logged, celery_worker
+from rigs.programs import Logged, Programs, celery_worker
 from rigs.waiting import LIMIT, eventually, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -51,9 +48,9 @@ BETWEEN_CALLS = 0.25
 CHILDREN = 24
 """Three at a time for each library."""
 
+APP = "benchmarks.peers_app"
 HERE, ELSEWHERE = "here", "elsewhere"
-QUEUES = {HERE: "celery", ELSEWHERE: ELSEWHERE}
-"""The workers, and their queues."""
+"""The workers; the second one has a queue of its own, of its name."""
 
 
 def called(call: Callable[[], Any]) -> Any:
@@ -158,19 +155,6 @@ _workers: dict[str, Logged] = {}
 _all_have_begun = threading.Barrier(len(PEERS))
 
 
-@contextmanager
-def running_workers(inside: list[str]) -> Iterator[None]:
-    """Run both workers for the length of a `with` block, one of them on another machine."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        for name, size, begin in ((HERE, CHILDREN, []), (ELSEWHERE, len(PEERS), inside)):
-            options = ["-n", f"{name}@peers", "-Q", QUEUES[name]]
-            command = [*begin, *celery_worker("benchmarks.peers_app", *options, size=size)]
-            _workers[name] = stack.enter_context(Logged(command, Path(folder, name), cwd=ROOT))
-        for worker in _workers.values():
-            worker.wait_until_ready()
-        yield
-
-
 def seen(measure: Callable[[Unit], str]) -> dict[str, str]:
     """Put all libraries through a check; returns what was seen of each."""
     for peer in PEERS:
@@ -200,7 +184,7 @@ def killed_worker(unit: Unit) -> str:
 
     def kill() -> None:
         _all_have_begun.wait(LIMIT)
-        os.killpg(_workers[ELSEWHERE].pid, signal.SIGKILL)  # each library does, at the same time
+        _workers[ELSEWHERE].kill_all()  # each library does, at the same time
 
     return unit.freed_after(kill)
 
@@ -266,7 +250,7 @@ def revoked(unit: Unit) -> str:
     task = unit.call(queue=queue)
     here = {"destination": [f"{HERE}@peers"], "reply": True, "timeout": 5}
     wait_until(lambda: app.control.revoke(task.id, **here), LIMIT, "no worker that answers")
-    client(peers_app.BROKER_DB).lmove(queue, QUEUES[HERE])
+    client(peers_app.BROKER_DB).lmove(queue, app.conf.task_default_queue)
     wait_until(lambda: task.state == "REVOKED", LIMIT, "no task that is revoked")
     return unit.freed(0)
 
@@ -353,9 +337,8 @@ def tables(found: dict[str, dict[str, str]]) -> str:
     info = client(WITNESS_DB).info("server")
     server = f"{info.get('server_name', 'redis').capitalize()} {info.get('valkey_version', info['redis_version'])}"
     packages = dict.fromkeys(["celery", "redis", *(peer.package for peer in PEERS if peer.package)])
-    versions = ", ".join(f"{'redis-py' if name == 'redis' else name} {version(name)}" for name in packages)
-    python = platform.python_version()
-    parts = [f"Measured on {datetime.now(timezone.utc):%Y-%m-%d} with Python {python}, {server}, {versions}."]
+    versions = f"{server}, {markdown.versions(*packages)}"
+    parts = [f"Measured on {datetime.now(timezone.utc):%Y-%m-%d} with {versions}."]
     for at_enqueue, title in TABLES.items():
         columns = [peer.name for peer in PEERS if peer.at_enqueue is at_enqueue]
         rows = [[check, *(cells[name] for name in columns)] for check, cells in found.items()]
@@ -367,26 +350,27 @@ def tables(found: dict[str, dict[str, str]]) -> str:
 def main() -> None:
     """Measure, and print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", type=int, nargs="+", help=f"rows of the table, from 1 to {len(CHECKS)}; they are printed"
-    )
+    parser.add_argument("--only", type=int, nargs="+", help=f"rows of the table, from 1 to {len(CHECKS)}")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} anew")
     options = parser.parse_args()
     if (inside := elsewhere()) is None:
         sys.exit("another machine needs unshare, as root or with user namespaces: neither is permitted here")
+    here = celery_worker(APP, "-n", f"{HERE}@peers", size=CHILDREN)
+    there = celery_worker(APP, "-n", f"{ELSEWHERE}@peers", "-Q", ELSEWHERE, size=len(PEERS))
     found = {}
-    with redis_server() as server:
+    with redis_server() as server, tempfile.TemporaryDirectory() as folder:
         peers_app.connect(server.url.removesuffix("/0"))
-        with running_workers(inside):
+        with Programs({HERE: here, ELSEWHERE: [*inside, *there]}, Path(folder), cwd=ROOT) as workers:
+            workers.start(HERE, ELSEWHERE)
+            _workers.update(workers.running)
             for number, (title, measure) in enumerate(CHECKS.items(), 1):
                 if number in (options.only or [number]):
                     print(f"{number}: {title}", file=sys.stderr)
                     found[title] = seen(measure)
         text = tables(found)
+    print(text)
     if options.write and not options.only:
         markdown.write(PAGE, text)
-    else:
-        print(text)
 
 
 if __name__ == "__main__":

@@ -189,9 +189,7 @@ PEERS = [
     Peer("celery-heimdall", "celery-heimdall", True, _heimdall, "unique_timeout"),
     Peer("only_one below `@app.task`", "only-one", False, _below, "timeout", LEASE),
     Peer("recipe: `SET NX EX`, then `DEL`", None, False, _recipe, "ex"),
-    Peer(
-        "python-redis-lock", "python-redis-lock", False, _redis_lock, "expire", {"expire": EXPIRY, "auto_renewal": True}
-    ),
+    Peer("python-redis-lock", "python-redis-lock", False, _redis_lock, "expire", RENEWAL),
 ]
 
 

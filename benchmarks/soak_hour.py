@@ -34,7 +34,7 @@ from benchmarks.soak_hour_app import BROKER, LOCKS, PREFIX, QUEUE_TIMEOUT, TASKS
 from only_one import testing
 from only_one.clock import now
 from rigs.namespaces import elsewhere
-from rigs.programs import Logged, celery_worker
+from rigs.programs import Programs, celery_worker
 from rigs.proxy import Proxy
 from rigs.rabbitmq import rabbitmq_server
 from rigs.servers import redis_server
@@ -52,6 +52,7 @@ DRAINED_WITHIN = 120.0
 PATIENCE = 3.0
 """Seconds after a fault of the network in which a release may still be unconfirmed."""
 
+APP = "benchmarks.soak_hour_app"
 WORKERS = ["here", "there"]
 PROGRAMS = ["send_tasks 1", "send_tasks 2", "call_functions 1", "call_functions 2"]
 """What each of them calls, and its number."""
@@ -85,13 +86,15 @@ class History:
                 kind, name, facts = json.loads(line)
                 vars(self)[kind].setdefault(name, {}).update(facts)
 
+    def done(self) -> list[dict[str, Any]]:
+        """The runs that have done what a task is for, in the order in which they began."""
+        done = [run for run in self.runs.values() if run["task"] and run.get("end") == "done"]
+        return sorted(done, key=itemgetter("begun_at"))
+
     def ended(self) -> dict[str, str]:
         """How each task has ended, by its id."""
         ended = {id_: task["end"] for id_, task in self.tasks.items() if "end" in task}
-        return ended | {run["task"]: "done" for run in self.runs.values() if self._is_done(run)}
-
-    def _is_done(self, run: dict[str, Any]) -> bool:
-        return bool(run["task"]) and run.get("end") == "done"
+        return ended | {run["task"]: "done" for run in self.done()}
 
     def errors(self) -> list[str]:
         """The errors that are not ours."""
@@ -103,17 +106,15 @@ class History:
         latest: dict[str, Any] = {}
         have_held = [run for run in self.runs.values() if "held_until" in run]
         for run in sorted(have_held, key=itemgetter("begun_at")):
-            before = latest.setdefault(run["key"], run)
-            if before is not run and run["begun_at"] < before["held_until"]:
+            before = latest.get(run["key"])
+            if before and run["begun_at"] < before["held_until"]:
                 problems.append(f"{before} and {run}")
-            if run["held_until"] > before["held_until"]:
-                latest[run["key"]] = run
+            latest[run["key"]] = max(before or run, run, key=itemgetter("held_until"))
         return problems
 
     def lost(self) -> list[str]:
         """The tasks with late acknowledgement that neither ran, nor were skipped, nor failed with an error of ours."""
-        done = sorted(filter(self._is_done, self.runs.values()), key=itemgetter("begun_at"))
-        newest = {run["key"]: run["begun_at"] for run in done}
+        newest = {run["key"]: run["begun_at"] for run in self.done()}
         ended = self.ended()
         sent = {id_: task for id_, task in self.tasks.items() if "sent_at" in task}
         problems = []
@@ -169,7 +170,6 @@ class Soak:
         self.faults: Counter[str] = Counter()
         self.history = History(folder / "witness")
         self.keys_left: list[str] = []
-        self._folder = folder
         self._random = random.Random(options.seed)
         self._ends: list[threading.Timer] = []
         persistence = ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(folder)]
@@ -183,19 +183,9 @@ class Soak:
         else:
             self._rabbitmq = stack.enter_context(rabbitmq_server())
             url = self._rabbitmq.make_place()
-        places = {LOCKS: self._proxy.url, BROKER: url, WITNESS: str(folder / "witness")}
-        self._environment = {**os.environ, **places}
-        self._processes: dict[str, Logged] = {}
-        stack.callback(lambda: self._close(*self._processes))
-        inside = elsewhere() or []
-        print("two workers,", "each on a machine of its own" if inside else "on one machine", flush=True)
-        begin, app = {"here": [], "there": inside}, "benchmarks.soak_hour_app"
-        self._commands = {name: [*begin[name], *celery_worker(app, "-n", f"{name}@%h")] for name in WORKERS}
-        for name in PROGRAMS:
-            call = f"import {app} as app; app.{name.split()[0]}({self._random.randrange(1_000_000)})"
-            self._commands[name] = [sys.executable, "-c", call]
-        beat = ["-A", app, "beat", "-S", "celery.beat:Scheduler", "--pidfile="]
-        self._commands["beat"] = [sys.executable, "-m", "celery", *beat]
+        self._commands = commands(self._random)
+        environment = {**os.environ, LOCKS: self._proxy.url, BROKER: url, WITNESS: str(folder / "witness")}
+        self._programs = stack.enter_context(Programs(self._commands, folder, cwd=ROOT, env=environment))
 
     def run(self, seconds: float) -> None:
         """Let everything run for so long, with a fault every few seconds; then let it end, and look for what is left.
@@ -203,8 +193,7 @@ class Soak:
         Raises:
             TimeoutError: if a process does not start.
         """
-        for name in self._commands:
-            self._start(name)
+        self._programs.start(*self._commands)
         ends_at = now() + seconds
         while now() < ends_at:
             time.sleep(self._random.uniform(*CALM))
@@ -217,33 +206,22 @@ class Soak:
 
     # The processes
 
-    def _start(self, name: str) -> None:
-        log = self._folder / f"log of {name}"
-        self._processes[name] = Logged(self._commands[name], log, cwd=ROOT, env=self._environment)
-        self._processes[name].wait_until_ready()
-
-    def _close(self, *names: str) -> None:
-        for name in names:
-            self._processes[name].close()
-
-    def _restart(self, name: str, shut_down: int | None = None) -> None:
-        if shut_down:
-            self._shut_down(name, shut_down)
-        self._close(name)
-        self._start(name)
+    def _restart(self, worker: str, how: int) -> None:
+        self._shut_down(worker, how)
+        self._programs.start(worker)
 
     def _restart_ended(self, *names: str) -> None:
         """Start again what has ended by itself, as Celery's workers do when a child dies while the broker is away."""
         for name in filter(self._has_ended, names):
             self.faults["processes that ended by themselves"] += 1
-            self._restart(name)
+            self._programs.start(name)
 
     def _has_ended(self, name: str) -> bool:
-        return self._processes[name].poll() is not None
+        return self._programs.running[name].poll() is not None
 
     def _program(self, name: str) -> list[int]:
         """The program's process, if it is there: the child of what has made its namespaces, if it has any."""
-        pid = self._processes[name].pid
+        pid = self._programs.running[name].pid
         return [pid] if self._commands[name][0] == sys.executable else children_of(pid)[:1]
 
     def _a_child(self, name: str) -> list[int]:
@@ -258,13 +236,13 @@ class Soak:
         # The weight of each fault, and what it does.
         faults: dict[str, tuple[float, Callable[[], object]]] = {
             "kill of a child": (8, lambda: send_signal(signal.SIGKILL, self._a_child(worker))),
-            "kill of a worker": (2, lambda: self._kill(worker)),
-            "kill of a caller": (3, lambda: self._kill(caller)),
+            "kill of a worker": (2, lambda: self._programs.crash(worker)),
+            "kill of a caller": (3, lambda: self._programs.crash(caller)),
             "pause": (6, lambda: self._for_a_while(self._paused())),
             "cut": (2, lambda: self._for_a_while(self._proxy.cut())),
             "delay": (2, lambda: self._for_a_while(self._proxy.slow(SHORT[1]))),
             "swallowing": (2, lambda: self._for_a_while(self._proxy.black_hole(forwards=True))),
-            "restart of the server": (1, self._restart_server),
+            "restart of the server": (1, self._locks.crash),
             "warm shutdown": (1, lambda: self._restart(worker, signal.SIGTERM)),
             "cold shutdown": (1, lambda: self._restart(worker, signal.SIGQUIT)),
         }
@@ -274,21 +252,12 @@ class Soak:
         faults[name][1]()
         return name
 
-    def _restart_server(self) -> None:
-        self._locks.kill()
-        self._locks.start()
-
-    def _kill(self, name: str) -> None:
-        """Kill a process and its children, all at once, and start it again."""
-        send_signal(signal.SIGKILL, [-self._processes[name].pid])
-        self._restart(name)
-
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """Stop one process, or a worker with all of its children, and continue it at the end of the block."""
         name = self._random.choice([*WORKERS, *WORKERS, *CALLERS])
         is_a_child = name in WORKERS and self._random.random() < 2 / 3
-        pids = self._a_child(name) if is_a_child else [-self._processes[name].pid]
+        pids = self._a_child(name) if is_a_child else [-self._programs.running[name].pid]
         send_signal(signal.SIGSTOP, pids)
         yield
         send_signal(signal.SIGCONT, pids)
@@ -314,7 +283,7 @@ class Soak:
         """End all calls, let the workers do the rest, end them, and look for keys that stay."""
         for end in self._ends:
             end.join()
-        self._close(*CALLERS)
+        self._programs.close(*CALLERS)
         time.sleep(PATIENCE)  # or the postman would send again what is being delivered
 
         def is_drained() -> bool:
@@ -354,6 +323,17 @@ class Soak:
         for name, problems in findings.items():
             print(f"{name}: {len(problems)}", *problems[:5], sep="\n    ")
         return not any(findings.values())
+
+
+def commands(dice: random.Random) -> dict[str, list[str]]:
+    """How each program is started; one worker is on a machine of its own, where that is permitted."""
+    inside = elsewhere() or []
+    print("two workers,", "each on a machine of its own" if inside else "on one machine", flush=True)
+    here, there = (celery_worker(APP, "-n", f"{name}@%h") for name in WORKERS)
+    beat = [sys.executable, "-m", "celery", "-A", APP, "beat", "-S", "celery.beat:Scheduler", "--pidfile="]
+    calls = {name: f"{name.split()[0]}({dice.randrange(1_000_000)})" for name in PROGRAMS}
+    programs = {name: [sys.executable, "-c", f"import {APP} as app; app.{call}"] for name, call in calls.items()}
+    return {"here": here, "there": [*inside, *there], **programs, "beat": beat}
 
 
 def children_of(pid: int) -> list[int]:

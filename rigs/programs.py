@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +52,51 @@ class Logged(Guarded):
         """
         if not eventually(lambda: words in self.text or self.poll() is not None) or self.poll() is not None:
             raise TimeoutError(self.text[-2000:])
+
+    def send_to_all(self, number: int) -> None:
+        """Send a signal to it and its children, all at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def kill_all(self) -> None:
+        """End it and its children by SIGKILL, and wait for it."""
+        self.send_to_all(signal.SIGKILL)
+        self.close()
+
+
+class Programs(AbstractContextManager["Programs"]):
+    """Programs by name, which are killed and started again, and end with the block.
+
+    Attributes:
+        running: those that were started.
+
+    Args:
+        commands: each program and its arguments.
+        folder: for what they print.
+        popen: as for `Guarded`.
+    """
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], folder: Path, **popen: Any) -> None:
+        self.running: dict[str, Logged] = {}
+        self._commands, self._folder, self._popen = commands, folder, popen
+
+    def start(self, *names: str, words: str = READY) -> None:
+        """Start some, in place of those that there were, and wait until they have printed these words."""
+        self.close(*names)
+        for name in names:
+            self.running[name] = Logged(self._commands[name], self._folder / f"log of {name}", **self._popen)
+        for name in names:
+            self.running[name].wait_until_ready(words)
+
+    def crash(self, name: str) -> None:
+        """End one and its children by SIGKILL, and start it again."""
+        self.running[name].kill_all()
+        self.start(name)
+
+    def close(self, *names: str) -> None:
+        """End those of them that there are."""
+        for name in self.running.keys() & {*names}:
+            self.running[name].close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close(*self.running)

@@ -79,6 +79,11 @@ class RedisServer:
         self.process.kill()
         self.stop()
 
+    def crash(self) -> None:
+        """End it by SIGKILL, and start it again, with what it has written down."""
+        self.kill()
+        self.start()
+
     def pause(self) -> None:
         """Freeze the server by SIGSTOP: connections are accepted, and nothing is answered."""
         self.process.send_signal(signal.SIGSTOP)

@@ -95,7 +95,6 @@ def test_it_rises_over_a_restart_without_persistence(server: RedisServer) -> Non
     call = decorated(fence)
     fences = [call()]
     for _ in range(2):
-        server.kill()
-        server.start()
+        server.crash()
         fences.append(call())
     assert rises(fences)

@@ -13,8 +13,7 @@ from tests.renewal import is_renewed, renew_now
 
 def test_without_persistence_the_holder_learns_that_it_has_lost(server: RedisServer) -> None:
     with Running(lease=60) as run:
-        server.kill()
-        server.start()
+        server.crash()
         renew_now(run.lock)
         assert eventually(lambda: run.told)
         # Renewal of later locks goes on, with the same connections.
@@ -32,8 +31,7 @@ def test_with_an_append_only_file_keys_are_there_again() -> None:
         Running(lease=60, redis=server.url) as run,
     ):
         client.pexpire(run.lock.key, 50_000)
-        server.kill()
-        server.start()
+        server.crash()
         assert client.get(run.lock.key) == run.lock.token
         assert 0 < client.pttl(run.lock.key) < 50_000
         assert only_one(lambda: "done", key="k", redis=server.url)() is None

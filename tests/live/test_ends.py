@@ -22,12 +22,12 @@ from uuid import uuid4
 import pytest
 
 from only_one import only_one
-from only_one.testing import Guarded
+from rigs.programs import Logged
 from rigs.waiting import LIMIT, eventually, is_gone
 from tests.documented import BROKERS, documented
 from tests.live import app as live
 from tests.live.brokers import KIND, consumed
-from tests.live.workers import PREFIX, ROOT, SETTINGS, Scene, World, answered, kill_tree
+from tests.live.workers import PREFIX, ROOT, SETTINGS, Scene, World, answered
 
 PAGE = ROOT / "docs/celery.md"
 HEAD = "| a run ends by | its key is |\n|---|---|\n"
@@ -197,7 +197,7 @@ ALL = [
 
 
 @pytest.fixture(scope="module")
-def workers(place: World) -> Iterator[dict[str, Guarded]]:
+def workers(place: World) -> Iterator[dict[str, Logged]]:
     """By their queues: the worker of most runs, and those that are ended."""
     told = {"soft": {SETTINGS: '{"worker_soft_shutdown_timeout": 1}'}}
     with ExitStack() as stack:
@@ -208,9 +208,9 @@ def workers(place: World) -> Iterator[dict[str, Guarded]]:
         assert place.no_key_is_left()
 
 
-def end_worker(place: World, queue: str, worker: Guarded) -> None:
+def end_worker(place: World, queue: str, worker: Logged) -> None:
     if queue == "killed":
-        kill_tree(worker)
+        worker.kill_all()
     elif queue == "warm":
         worker.send_signal(signal.SIGTERM)
         assert eventually(lambda: "Warm shutdown" in place.log())
@@ -228,7 +228,7 @@ def begin(place: World, end: End) -> Run:
 
 
 @pytest.fixture(scope="module")
-def ended(place: World, workers: dict[str, Guarded]) -> dict[str, Run]:
+def ended(place: World, workers: dict[str, Logged]) -> dict[str, Run]:
     """All runs, which have been ended."""
     runs = [begin(place, end) for end in ALL]
     for run in runs:

@@ -15,7 +15,7 @@ import pytest
 
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
-from tests.live.workers import PREFIX, Scene, kill_tree
+from tests.live.workers import PREFIX, Scene
 
 A_LEASE = 30
 
@@ -42,7 +42,7 @@ def test_it_is_queued_again_when_its_worker_ends_and_free_if_that_is_killed(scen
         assert is_received(scene, answer, worker.pid)
         assert unique.delay(scene.key) == answer
         if end is signal.SIGKILL:
-            kill_tree(worker)
+            worker.kill_all()
         else:
             worker.send_signal(end)
         if end is signal.SIGTERM:

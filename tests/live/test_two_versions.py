@@ -10,7 +10,7 @@ import pytest
 
 from rigs.waiting import LIMIT, eventually
 from tests.live import app as live
-from tests.live.workers import ROOT, Scene, World, answered, kill_tree
+from tests.live.workers import ROOT, Scene, World, answered
 
 FIRST = "04414cc"
 """The commit from which on values and headers are read by other versions."""
@@ -57,7 +57,7 @@ def test_a_redelivery_to_a_worker_of_another_version(first_version: str, place: 
                 place.client.rpush(gate, "open")
             assert answers[0].get(timeout=LIMIT)
             assert eventually(lambda: f"[{answers[0].id}] dropped: its run has ended" in place.log())
-            kill_tree(before)
+            before.kill_all()
             place.broker.deliver_again(copies[1])
             assert answers[1].get(timeout=LIMIT)
     assert len(place.notes("begin", lives.key)) == 1

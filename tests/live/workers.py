@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -20,7 +19,6 @@ from celery import Celery
 from celery._state import get_current_app
 
 from only_one.holder import Holder
-from only_one.testing import Guarded
 from rigs import programs
 from rigs.programs import Logged
 from rigs.servers import RedisServer, redis_server
@@ -98,7 +96,7 @@ def celery_worker(
     pool: str = "prefork",
     size: int = 3,
     folder: str = str(ROOT),
-) -> Iterator[Guarded]:
+) -> Iterator[Logged]:
     """Run a worker for the length of a `with` block; its log is printed at the end.
 
     Args:
@@ -184,7 +182,7 @@ class World:
     @contextmanager
     def worker(
         self, *arguments: str, module: str = APP, folder: str = str(ROOT), pool: str = "prefork", **more: str
-    ) -> Iterator[Guarded]:
+    ) -> Iterator[Logged]:
         """A worker, until the end of the block.
 
         Args:
@@ -202,7 +200,7 @@ class World:
             yield process
             # A warm shutdown takes two seconds, in which nothing is looked at but by `make coverage`.
             if process.poll() is None and "COVERAGE_PROCESS_CONFIG" not in os.environ:
-                kill_tree(process)
+                process.kill_all()
 
     def log(self) -> str:
         """What the workers have said."""
@@ -339,9 +337,3 @@ def world(app: Celery, folder: Path, kind: str = KIND, **settings: Any) -> Itera
 def answered(command: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
     """Whether a worker answers a command; it is told again, as a worker that has just come up may not listen yet."""
     return eventually(lambda: command(*arguments, **options, reply=True, timeout=LIMIT / 20, limit=1))
-
-
-def kill_tree(worker: Guarded) -> None:
-    """End a worker and its children by SIGKILL, all at once."""
-    os.killpg(worker.pid, signal.SIGKILL)
-    worker.wait(LIMIT)
