@@ -111,6 +111,7 @@ def test_a_client_that_is_made_here_waits_for_two_seconds_at_most() -> None:
         assert pool.max_connections >= 2**31  # as many as there are calls at a time
 
 
+@pytest.mark.sees_mutmut
 @both
 def test_a_server_that_is_down_is_one_error_with_one_cause_as_short_as_redis_py_s_own(decorate: Decorate) -> None:
     with pytest.raises(RedisError) as of_redis_py:

@@ -320,6 +320,7 @@ print(*new - sys.stdlib_module_names)
 """
 
 
+@pytest.mark.sees_mutmut
 def test_nothing_of_a_queue_is_imported() -> None:
     """Nor anything else than the standard library and redis-py, with what that imports: so it costs nothing."""
     with Program(IMPORTS) as program:

@@ -148,6 +148,7 @@ def test_a_key_is_not_renewed_before_its_task_may_begin(worker: Worker, keys: Ke
     assert HOUR + LEASE / 3 - 25 < lease.renew_at - clock[0] <= HOUR + LEASE / 3
 
 
+@pytest.mark.sees_mutmut
 def test_a_key_is_not_renewed_once_its_task_has_ended(worker: Worker, keys: Keys, clock: list[float]) -> None:
     """The key may name it again: by a command that was sent twice, and arrives late; or its run has another key."""
     lease = worker.lease()
@@ -433,6 +434,7 @@ assert signals.task_received.receivers
 }
 
 
+@pytest.mark.sees_mutmut
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_worker_of_a_program_that_has_decorated_only_functions_heeds_celery_s_signals(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True)

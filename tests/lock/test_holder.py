@@ -208,6 +208,7 @@ def as_nobody() -> Iterator[None]:
             os.setresuid(0, 0, 0)
 
 
+@pytest.mark.sees_mutmut
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch, *, is_hidden: bool) -> None:
     """Unless it can be seen that it is another than the holder."""

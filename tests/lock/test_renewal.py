@@ -386,6 +386,7 @@ print(*({*sys.modules} - before))
 """
 
 
+@pytest.mark.sees_mutmut
 def test_what_a_first_call_needs_is_imported_before(redis_url: str) -> None:
     """Forked while this thread, or that which renews, imports it, a child would wait for it for ever."""
     environment = {**os.environ, "ONLY_ONE_REDIS_URL": redis_url.replace("127.0.0.1", "localhost")}
