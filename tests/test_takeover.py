@@ -21,7 +21,7 @@ import redis as redis_py
 
 from only_one import Reclaimed, configure
 from only_one.holder import Holder as HolderOf
-from rigs.namespaces import HOST_NAMED
+from rigs.namespaces import host_named
 from rigs.servers import RedisServer
 from rigs.waiting import eventually
 from tests.decorated import Decorate, both, call_both, decorated, events, token_of_the_dead
@@ -149,7 +149,7 @@ def test_a_holder_in_another_container_keeps_its_key(
 ) -> None:
     """Until it expires, which it does as nobody renews it."""
     assert CONTAINER is not None
-    inside = CONTAINER if host == "the same" else [*CONTAINER, *HOST_NAMED]
+    inside = CONTAINER if host == "the same" else [*CONTAINER, *host_named("elsewhere")]
     with Holder(redis_url, prefix, inside=inside, **times) as holder:
         parsed = HolderOf.parse(holder.token)
         assert parsed is not None

@@ -1,4 +1,10 @@
-"""APScheduler 3 in several processes, such as gunicorn's workers: one of them runs the job, once per tick."""
+"""APScheduler 3 in several processes, such as gunicorn's workers: one of them runs the job, once per tick.
+
+$ pip install 'apscheduler<4' redis
+$ python -c "import apscheduler_jobs, time; apscheduler_jobs.scheduler.start(); time.sleep(9999)"
+>>> from apscheduler_jobs import scheduler
+>>> pass  # the scheduler begins them
+"""
 
 from apscheduler.schedulers.background import BackgroundScheduler
 from reports import make_report

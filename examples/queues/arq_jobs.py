@@ -1,4 +1,11 @@
-"""arq: the job's context, its first argument, tells only_one which job runs."""
+"""arq: the job's context, its first argument, tells only_one which job runs.
+
+$ pip install arq
+$ arq arq_jobs.WorkerSettings
+>>> import arq, arq_jobs
+>>> pool = run(arq.create_pool(arq_jobs.WorkerSettings.redis_settings))
+>>> run(pool.enqueue_job("report", day))
+"""
 
 import os
 from typing import Any

