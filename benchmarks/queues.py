@@ -3,7 +3,7 @@
     python -m benchmarks.queues [--rounds N] [NAME ...]
 
 Each queue has a virtual environment of its own below `.venv-queues`, from PyPI.
-The jobs are those of `examples/queues`, which `docs/queues.md` shows.
+The jobs are those of `examples/queues`, which `docs/queues.md` shows, and which say how they are used.
 A round: one machine begins a job; the same work is asked for again, and skipped; the machine is killed at a random
 time; the queue gives the job to the other machine, or, if it never does, the work is asked for again.
 The witness is a file to which each run appends its ticks. It uses no lock.

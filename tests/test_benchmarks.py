@@ -1,4 +1,4 @@
-"""What the benchmarks write down: the tables of mutants, and the faults that the soak counts."""
+"""What the benchmarks write down, the tables of mutants and the faults that the soak counts, and what queues read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 import only_one
 from benchmarks import mutants, simulated_mutants
+from benchmarks.queues import QUEUES, SENDER, Queue
 from benchmarks.soak_hour import History
 
 
@@ -26,6 +27,14 @@ def test_the_table_names_modules_and_tests_that_exist() -> None:
 def test_the_mutants_that_no_history_can_show_are_of_lines_that_exist() -> None:
     code = "".join((Path(only_one.__file__).parent / name).read_text() for name in simulated_mutants.FILES)
     assert [part for part, _ in simulated_mutants.EQUIVALENT if part not in code] == []
+
+
+@pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES)
+def test_the_jobs_of_a_queue_say_how_they_are_installed_started_and_sent(queue: Queue) -> None:
+    install, _ = queue.usage("$")
+    assert install.startswith("pip install ")
+    *setup, send = queue.usage(">>>")
+    compile(SENDER.format(setup="\n".join(setup), wrong=queue.wrong, send=send), queue.module, "exec")
 
 
 Line = tuple[str, str, dict[str, Any]]
