@@ -47,9 +47,11 @@ class KeptConnections:
         connection = self._idle.pop() if self._idle else self.connection_pool.make_connection()
         self._all.add(connection)
         reply: Any = None
+        has_connected = connection.is_connected
         try:
-            if not connection.is_connected:
+            if not has_connected:
                 await connection.connect()  # sending does not connect a Sentinel's connection
+                has_connected = True
             # The answer to ASKING is read first, because a refusal of it would leave another reply yet to come.
             # No time limit for the sending, for which redis-py would start a task: one short command does not wait.
             # And no check of the connection, which would then wait without a limit: a broken one fails anyhow.
@@ -63,7 +65,8 @@ class KeptConnections:
                 self._idle.append(connection)
             else:
                 self._broken.append(connection)
-            if isinstance(error, OF_ALL_CONNECTIONS):
+            # If none can be made, the others are good: the server may have as many as it takes.
+            if has_connected and isinstance(error, OF_ALL_CONNECTIONS):
                 self._broken += self._idle
                 self._idle = []
             if isinstance(error.__context__, GeneratorExit):  # in its place redis-py raises that no loop is running

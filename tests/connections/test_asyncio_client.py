@@ -31,6 +31,29 @@ from tests.decorated import decorated
 from tests.interruptions import Interruption
 
 
+def test_a_connection_that_cannot_be_made_costs_no_other(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at a server that has as many as it takes: another program would have what is closed."""
+    client = make_async_client(redis_py.Redis.from_url(redis_url))
+
+    async def main() -> None:
+        await asyncio.gather(*(client.send_raw(("PING",)) for _ in range(2)))
+        kept = [*client.client._idle]
+        client.client._idle.clear()
+
+        async def refuse(_: Any) -> None:
+            client.client._idle.extend(kept)
+            raise redis_py.ConnectionError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(redis_asyncio.Connection, "connect", refuse)
+            with pytest.raises(redis_py.ConnectionError):
+                await client.send_raw(("PING",))
+        assert client.client._idle == kept
+        await client.aclose()
+
+    asyncio.run(main())
+
+
 def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fails_no_end(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
