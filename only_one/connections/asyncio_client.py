@@ -7,7 +7,7 @@ from typing import Any
 import redis
 
 from only_one.clock import now
-from only_one.driver import Command, ServerTimeout
+from only_one.driver import Command, ServerTimeout, is_of_signal_handler
 
 from .asyncio_connections import ClusterConnections, KeptConnections
 from .own_pools import NO_LIMIT
@@ -79,7 +79,10 @@ class AsyncClient:
                 return reply
         except (redis.RedisError, asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException:
+        except BaseException as error:
+            # Else the user's code that connects has raised it, such as a provider of credentials.
+            if isinstance(error, Exception) and not is_of_signal_handler(error):
+                raise
             if client is self.client:  # else another command has made a new client already
                 self._begin()
             turns.release()  # the interruption may have lost a turn, for which a command waits

@@ -31,8 +31,14 @@ from tests.decorated import decorated
 from tests.interruptions import Interruption
 
 
-def test_a_connection_that_cannot_be_made_costs_no_other(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at a server that has as many as it takes: another program would have what is closed."""
+@pytest.mark.parametrize("error", [redis_py.ConnectionError, ValueError])
+def test_a_connection_that_cannot_be_made_costs_no_other(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """As at a server that has as many as it takes, where another program would have what is closed.
+
+    And as while what gives the credentials is away, which may raise anything.
+    """
     client = make_async_client(redis_py.Redis.from_url(redis_url))
 
     async def main() -> None:
@@ -42,11 +48,11 @@ def test_a_connection_that_cannot_be_made_costs_no_other(redis_url: str, monkeyp
 
         async def refuse(_: Any) -> None:
             client.client._idle.extend(kept)
-            raise redis_py.ConnectionError
+            raise error
 
         with monkeypatch.context() as patched:
             patched.setattr(redis_asyncio.Connection, "connect", refuse)
-            with pytest.raises(redis_py.ConnectionError):
+            with pytest.raises(error):
                 await client.send_raw(("PING",))
         assert client.client._idle == kept
         await client.aclose()
