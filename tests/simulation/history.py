@@ -51,13 +51,10 @@ class History(World):
         self.plan = SimpleNamespace(**{name: self.choose(f"plan {name}", values) for name, values in self.PLAN.items()})
         self.possible = dict(self.FAULTS)
         for first, rests, plan, faults in self.SINCE:
-            is_chosen = seed >= first and seed % 4 in rests
+            has_them = seed >= first and seed % 4 in rests
             for name, values in plan.items():
-                if is_chosen:
-                    vars(self.plan)[name] = self.choose(f"plan {name}", values)
-                else:
-                    vars(self.plan).setdefault(name, values[0])
-            self.possible.update(faults if is_chosen else {})
+                vars(self.plan)[name] = self.choose(f"plan {name}", values if has_them else values[:1])
+            self.possible.update(faults if has_them else {})
         self.store = Store(lambda: self.now, self.wall, self.plan.server)
         self.hosts = {name: Host(self, self.store, name) for name in ("server", "other")}
         self.host = self.hosts["server"]

@@ -88,11 +88,6 @@ class Link:
         for command in commands_in(self._buffer):
             self._travel("up", self._arrive, command)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing was sent that has not arrived."""
-        return bool(max(self._last.values()) <= self.world.now)
-
     def _travel(self, way: str, arrive: Callable[..., None], what: Any) -> None:
         """Let a message arrive, now or late, or the connection be cut instead."""
         world, host, whose = self.world, self.host, f"of {self.process.name} {way}"
