@@ -61,7 +61,6 @@ class Results(CacheBackend):  # type: ignore[misc]
     def store_result(self, task_id: str, result: Any, state: str, *args: Any, **kwargs: Any) -> Any:
         if state == "SUCCESS":
             playing().sleep(playing().choose(f"storing of {this().name}", [0.0, 0.0, 0.0, 0.4]))
-        playing().stores(result)
         return super().store_result(task_id, result, state, *args, **kwargs)
 
 
@@ -141,18 +140,15 @@ class Delivery:
             world.after(hard, lambda: self.worker.do(self._exceeds))
 
     def _run(self) -> None:
-        world, before = self.worker.world, self.thread.tracer
+        world = self.worker.world
         app = world.app_of(self.child)
         if self.limits[0] and world.plan.limited_at == "a line":
             tracer = Tracer(world.branches, int(world.uniform(f"line of {self.child.name}", 1, 280)), world)
             tracer.kind, tracer.rooms = SoftTimeLimitExceeded, ("/only_one/celery/", "/only_one/call/")  # lines of ours
             self.thread.tracer = tracer.trace
-        sys.settrace(self.thread.tracer)
-        result = trace_task_ret(*self.target, app=app)
-        self.thread.tracer = before
-        sys.settrace(before)
-        has_failed, value, _runtime = result
-        self.worker.world.ended(self, _name_of_error(value) if has_failed else value.strip("[]"))
+            sys.settrace(tracer.trace)
+        result = has_failed, value, _runtime = trace_task_ret(*self.target, app=app)
+        world.ended(self, _name_of_error(value) if has_failed else value.strip("[]"))
         self.worker.do(lambda: self._ready(result))
 
     def terminate(self, end: str, patience: float | None = None) -> None:

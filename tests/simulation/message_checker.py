@@ -29,13 +29,13 @@ class MessageChecker:
     """Finds what must not happen, while it happens and at the end.
 
     Attributes:
-        being_sent: the names of the triggers that producers are sending.
+        being_sent: the triggers that producers are sending.
     """
 
     def __init__(self, history: Any) -> None:
         self.history, self.plan, self.problem = history, history.plan, history.problem
         self.broker = history.broker
-        self.being_sent: set[str] = set()
+        self.being_sent: set[Any] = set()
         self._at_key: dict[str, Any] = {}
         self._took_over: list[dict[str, Any]] = []
         self._killed_with_another_s_key = False
@@ -63,10 +63,6 @@ class MessageChecker:
     def was_unreachable(self) -> bool:
         """Whether some commands to the server were not answered, or answered late."""
         return self.had("cut", "late", "server away")
-
-    def killed_since(self, since: float) -> bool:
-        """Whether a run was killed since then, or its process was before it began: the key may stay for the lease."""
-        return any(at > since for at in self.history.killed_at.values())
 
     def overran(self, run: Any, now: float) -> bool:
         """Whether a run has lasted until its ``timeout``, so that its key has expired."""
@@ -118,8 +114,7 @@ class MessageChecker:
 
     def run_begins(self, run: Any) -> None:
         for other in self.history.running:
-            both_believe = other.lock.key == run.lock.key and other.lock.is_held and run.lock.is_held
-            if both_believe:
+            if other.lock.is_held and run.lock.is_held:
                 self.problem("two at once", f"{run.trigger.name} began while {other.trigger.name} runs")
 
     def changed(self, key: bytes, expiry: float | None, after: Any) -> None:
@@ -136,7 +131,7 @@ class MessageChecker:
     def _note_takeover(self, after: Any) -> None:
         """Note if a run that has taken over a waiting task's key is killed: it cannot store the task's value again."""
         before, self._at_key = self._at_key, json.loads(after or b"{}")
-        if before in self._took_over and before["pid"] in self.history.killed:
+        if before in self._took_over and before["pid"] in self.history.killed_at:
             self._killed_with_another_s_key = True
         was_waiting = before.get("state") in ("queued", "received")
         if was_waiting and self._at_key.get("task_id", before["task_id"]) != before["task_id"]:
@@ -157,57 +152,54 @@ class MessageChecker:
         return bool(self.plan.at_least) and not ways <= set(_UNIQUE)
 
     def _waiting(self) -> set[str]:
-        """The unique tasks whose message waits, and has not begun."""
+        """The unique tasks whose message waits, and has not begun: the first one, or that of a retry."""
         history = self.history
         there = {each.work for each in history.broker.published if not each.is_done}
         begun = {job.work for job in history.broker.jobs if job.child}
         triggers = [history.triggers[work.trigger] for work in there - begun - history.outcomes.keys()]
-        triggers = [each for each in triggers if each.how in _UNIQUE and not each.runs]
-        return {each.name for each in triggers if each.is_sent and each.name not in history.begun_and_killed}
+        triggers = [each for each in triggers if each.is_sent and each.name not in history.begun_and_killed]
+        return {each.name for each in triggers if each.how in _UNIQUE and self._keeps_its_key(each)}
+
+    def _keeps_its_key(self, trigger: Any) -> bool:
+        is_retried = _GIVE_UP_THEIR_KEY.isdisjoint(trigger.ends) and all(run.end == "Retry" for run in trigger.runs)
+        return is_retried or not trigger.runs
+
+    def _holders(self) -> set[str]:
+        """The unique tasks that have the key by right: their message waits, or their run holds it."""
+        holding = [run.trigger for run in self.history.running if run.lock.is_held]
+        return self._waiting() | {each.name for each in holding if each.how in _UNIQUE}
 
     def _alive(self) -> set[str]:
         """The triggers whose tasks wait or run, or are being sent by another producer."""
-        runs = {run.trigger.name for run in self.history.running}
-        return {delivery.work.trigger for delivery in self.history.broker.alive()} | runs | self.being_sent
+        triggers = self.being_sent.union(run.trigger for run in self.history.running)
+        return {delivery.work.trigger for delivery in self.broker.alive()} | {each.name for each in triggers}
 
     @contextmanager
     def sending(self, trigger: Any) -> Iterator[None]:
         """A unique task has no second message. If nothing goes wrong, a duplicate's task waits or runs."""
-        before = self._alive()
-        self.being_sent.add(trigger.name)
+        before, triggers = self._holders(), self.history.triggers.values()
+        self.being_sent.add(trigger)
         yield
-        self.being_sent.remove(trigger.name)
-        may_be_skipped = self.plan.when_down == "skip" and self.was_unreachable
-        has_equal = trigger.error is None and not may_be_skipped
-        if self.plan.when_busy == "buffer_one" and not trigger.is_sent and has_equal:
-            for other in self.history.triggers.values():
-                is_equal = other.task == trigger.task and other.given == trigger.given
-                if other.id == trigger.id and not (other is trigger or is_equal):
-                    self.problem("a duplicate of another call", f"{trigger.name} of {other.name}")
+        self.being_sent.remove(trigger)
+        if self.plan.when_busy == "buffer_one" and not trigger.is_sent and trigger.result is not None:
+            calls = [(each.task, each.given) for each in triggers if each.id == trigger.id]
+            if any(each != (trigger.task, trigger.given) for each in calls):
+                self.problem("a duplicate of another call", trigger.name)
         if getattr(trigger.result, "is_duplicate", not trigger.is_sent) is trigger.is_sent:
             self.problem("a duplicate that is none, or the reverse", trigger.name)
         is_unique = self.plan.deduplicates and trigger.how in _UNIQUE
         if not is_unique or not self.only("publishing fails", "shutdown", "lost connection"):
             return
-        after, triggers = self._alive() - {trigger.name}, self.history.triggers.values()
-        since = self.history.now - _JUST_NOW
-        just_ended = {run.trigger.name for run in self.history.runs if run.ended is not None and run.ended > since}
-        just_ended |= {name for name, ended_at in self.history.ended_at.items() if ended_at > since}  # without a run
-        triggers = [each for each in triggers if each.how in _UNIQUE]
-        keep = {each.name for each in triggers if _GIVE_UP_THEIR_KEY.isdisjoint(each.ends)}
-        keep &= {each.work.trigger for each in self.history.broker.published} - just_ended
-        # A message whose child was killed has no key until it is redelivered. A message whose run has ended needs none.
-        keep -= self.history.begun_and_killed
-        keep -= {run.trigger.name for run in self.history.runs if self.overran(run, self.history.now)}
-        keep -= {run.trigger.name for run in self.history.runs if run.end not in (None, "Retry", "Ignore", "Reject")}
-        # A soft time limit, or an exit, may have ended a task before its run, and the worker does not know it yet.
-        begun = [job for job in self.history.broker.jobs if job.child]
-        keep -= {job.work.trigger for job in begun if job.limits[0] or job.is_terminated}
-        if trigger.is_sent and (others := before & after & keep) and not self._may_forget:
+        others = before & self._holders() - {trigger.name}
+        if trigger.is_sent and others and not self._may_forget:
             self.problem("a second message", f"{trigger.name} beside {others}")
-        may_hold = not self.plan.takeover and self.killed_since(self.history.now - _TRUSTED_FOR)
-        may_hold |= bool(self.plan.at_least) or not self.only("publishing fails")
-        there = before | after | just_ended
+        # The key of a run that was killed, or whose process was before it began, may stay for the lease.
+        stays = any(killed_at > self.history.now - _TRUSTED_FOR for killed_at in self.history.killed_at.values())
+        may_hold = (stays and not self.plan.takeover) or not self.only("publishing fails")
+        may_hold |= bool(self.plan.at_least)
+        since = trigger.asked - _JUST_NOW
+        there = self._alive() | {name for name, ended_at in self.history.ended_at.items() if ended_at > since}
+        there |= {run.trigger.name for run in self.history.runs if (run.ended or inf) > since}
         ids = {self.history.triggers[name].id for name in there}  # None while it is being sent
         is_of_one = not ids.isdisjoint((trigger.id, None)) or (ids and trigger.id is None)
         if not (trigger.is_sent or trigger.error or is_of_one or may_hold):
@@ -249,11 +241,9 @@ def _no_message_waits(history: Any, _checker: MessageChecker) -> Problems:
 
 
 def _no_key_without_a_run(history: Any, checker: MessageChecker) -> Problems:
-    for key in list(history.store.keys):
-        value = history.store.get(key)
-        if value is None or key.startswith(b"{"):
-            continue
-        if b'"queued"' not in value or not checker.may_leave(value):
+    left = {key: history.store.get(key) for key in list(history.store.keys) if not key.startswith(b"{")}
+    for key, value in left.items():
+        if value and not (b'"queued"' in value and checker.may_leave(value)):
             yield "a key without a run", f"{key!r} {value!r}"[:200]
 
 
@@ -273,9 +263,6 @@ def _no_task_is_lost(history: Any, checker: MessageChecker) -> Problems:
     published = {each.work: None for each in history.broker.published if each.is_work}
     for work in published:
         trigger, outcomes = history.triggers[work.trigger], set(history.outcomes[work])
-        # A result may be stored when its child is killed: then no delivery ends with it.
-        begun = [run.delivery for run in trigger.runs if run.work == work]
-        outcomes |= {each.end for each in history.not_run if each.delivery in begun}
         ends = {run.end for run in trigger.runs if run.work == work} - {"killed", "SystemExit"}
         has_ended = bool(ends) and (ends != {"Reject"} or trigger.ends == ("reject",) or not checker.plan.acks_late)
         # A run, or the worker of a killed run, has published later work in its place, which is checked by itself.
@@ -350,16 +337,12 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
             failures |= {"LockUnavailable", "AlreadyRunning", "Reject", "requeue"}
         has_failed = bool(checker.outcomes_of(trigger.name) & failures)
         has_failed |= checker.may_drop_unstored and any(_was_killed(history, run, history.now) for run in trigger.runs)
-        # A chord fails with the first failure of a task in its header. And Celery
+        # A chord fails with the first failure of a task in its header, such as a rejection. And Celery
         # counts returns: a task that returns twice, as after a redelivery, counts for another task.
         own = [end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends]
-        returned = sum(end.startswith("'") for end in own)
-        is_counted_right = returned == 1 and history.beside[trigger.name] == ["'other'"]
-        # Celery stores a rejection as a failure, too, and what came of a busy key before.
-        has_failed_before = not {"ValueError", "Reject"}.isdisjoint(own)
-        has_failed_before |= any(each.trigger is trigger for each in history.not_run)
-        is_failed_chord = "ValueError" in ends or has_failed_before or not is_counted_right
-        has_failed |= trigger.how == "chord" and is_failed_chord
+        results = [end for end in own if end not in ("Ignore", "Retry")]
+        is_whole = len(results) == 1 and history.beside[trigger.name] == ["'other'"]
+        has_failed |= trigger.how == "chord" and not is_whole
         if not (trigger.id in history.revoked or checker.was_lost(trigger) or has_failed):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
 
@@ -399,26 +382,25 @@ def _no_work_runs_twice(history: Any, checker: MessageChecker) -> Problems:
         # Celery has rejected it, because it could not publish a retry or store a result.
         is_rejected = "Reject" in history.outcomes[first.work]
         has_ended |= first.end == "ValueError" and history.acks_failures and not is_rejected
-        # If a run was killed, its redelivery does all again, and sends again what that run has sent.
         until_then = [each for each in history.runs if each.trigger is first.trigger and each.began <= first.began]
-        # If a run has lost its key, its redelivery does the work, too.
-        is_again &= not any(checker.overran(each, later.began) for each in until_then)
-        # With Redis, a message that comes back while its result is being stored runs as if it were new.
-        redelivered_at = history.broker.last_redelivered_at
-        have_come_late = [redelivered_at.get(each.work, -inf) > each.ended - _ONE_COMMAND for each in until_then]
-        comes_late = history.plan.broker == "redis" and any(have_come_late)
-        if (
-            is_again
-            and has_ended
-            and not comes_late
-            and not any(_was_killed(history, each, later.began) for each in until_then)
-        ):
+        may_run_again = any(_may_run_again(history, checker, each, later.began) for each in until_then)
+        if is_again and has_ended and not may_run_again:
             yield "a run too many", f"{first.work} ran again after {first.end}: {later.end}"
 
 
+def _may_run_again(history: Any, checker: MessageChecker, run: Any, until: float) -> bool:
+    """Whether a redelivery does a run's work again, and sends again what that run has sent.
+
+    That is so if the run was killed or has lost its key. With Redis, a message that comes back while its result is
+    being stored runs as if it were new.
+    """
+    comes_late = history.broker.last_redelivered_at.get(run.work, -inf) > run.ended - _ONE_COMMAND
+    is_new = history.plan.broker == "redis" and comes_late
+    return is_new or checker.overran(run, until) or _was_killed(history, run, until)
+
+
 def _was_killed(history: Any, run: Any, until: float) -> bool:
-    killed_at: float = history.killed_at.get((run.process, run.life), inf)
-    return killed_at <= until
+    return bool(history.killed_at.get(run.pid, inf) <= until)
 
 
 def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageChecker) -> Problems:
@@ -434,11 +416,8 @@ def _no_call_is_skipped_for_its_own_delivery(history: Any, checker: MessageCheck
 def _the_newest_runs(history: Any, checker: MessageChecker) -> Problems:
     if history.plan.when_busy != "buffer_one":
         return
-    published = {each.work.trigger for each in history.broker.published}
-    # A producer may have been killed before it published.
-    sent = [each for name, each in history.triggers.items() if each.id or name in published]
-    sent = [each for each in sent if each.error is None]
-    if not sent or any(run.began >= sent[-1].asked or run.trigger is sent[-1] for run in history.runs):
+    sent = [each for each in history.triggers.values() if each.id and each.error is None]
+    if not sent or any(run.began >= sent[-1].asked for run in history.runs):
         return
     # A duplicate has the result of the task that waits.
     same = [each for each in history.triggers.values() if each.id == sent[-1].id]
@@ -485,7 +464,7 @@ def _at_least(history: Any, checker: MessageChecker) -> Problems:
     for run, later in pairwise(history.runs):
         # A time limit or a kill may have come before the release.
         was_interrupted = "limit" in run.trigger.how or _was_killed(history, run, later.began)
-        is_due = run.end == "done" and later.lock.key == run.lock.key and not was_interrupted
+        is_due = run.end == "done" and not was_interrupted
         if is_due and later.began - run.began < history.plan.at_least - _JUST_NOW:
             yield "at_least", f"{later.work} began {later.began - run.began:.2f} s after {run.work}"
 

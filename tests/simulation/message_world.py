@@ -25,7 +25,7 @@ from .broker import TRANSPORTS, App, Broker, Delivery, Work, Worker
 from .deployments import Deployment
 from .history import History
 from .message_checker import MessageChecker
-from .process import Machine, Process, playing, this, thread
+from .process import Machine, Process, playing, this
 
 Given = dict[str, Any]
 """The argument of a task. Its first key is the name of the trigger, so equal calls differ in the order of keys alone.
@@ -137,10 +137,8 @@ class Run:
     trigger: Trigger
     work: Work
     lock: Any
-    process: Process
+    pid: int
     began: float
-    life: int
-    delivery: Any
     end: str | None = None
     ended: float | None = None
 
@@ -207,10 +205,9 @@ class MessageWorld(History):
         self.runs: list[Run] = []
         self.not_run: list[Run] = []
         self.beside: defaultdict[str, list[str]] = defaultdict(list)  # how the other tasks of a trigger have ended
-        self.revoked: set[str | None] = set()
+        self.revoked: Any = celery.worker.state.revoked  # of all workers
         self.begun_and_killed: set[str] = set()
-        self.killed: set[int] = set()
-        self.killed_at: dict[tuple[Process, int], float] = {}
+        self.killed_at: dict[int, float] = {}  # by process id
         self.broker = Broker(self, self.plan.broker)
         self.checker = MessageChecker(self)
         self.store.changed = self.checker.changed
@@ -235,7 +232,7 @@ class MessageWorld(History):
         self.run(self.now + 300, lambda: not left)
         self.run(self.now + 15)
         self.quiet = True
-        self.run(self.now + 1000, self._is_drained)
+        self.run(self.now + 1000, lambda: not (self.broker.alive() or self.running))
         self.run(max(self.now, *(each.down_until for each in self.hosts.values())) + 35 + (plan.at_least or 0.0))
         if left:
             self.problem("a call never ended", f"{left} wait")
@@ -249,9 +246,6 @@ class MessageWorld(History):
     @property
     def running(self) -> list[Run]:
         return [run for run in self.runs if run.ended is None]
-
-    def _is_drained(self) -> bool:
-        return not self.broker.alive() and not self.running
 
     # faults: each happens in some histories
 
@@ -287,7 +281,6 @@ class MessageWorld(History):
         terminates = self.draw("terminates") < 0.5
         self.note("somebody", "revokes", revoked[:8], "and terminates" if terminates else "")
         self.revoked.add(revoked)
-        celery.worker.state.revoked.add(revoked)
         jobs = [job for job in self.broker.jobs if terminates and job.request]
         for job in [job for job in jobs if job.request.id == revoked]:
             # The job may have ended by then.
@@ -297,11 +290,10 @@ class MessageWorld(History):
 
     def kill(self, process: Process) -> None:
         super().kill(process)
-        self.killed_at[process, process.life] = self.now
+        self.killed_at[process.pid] = self.now
         for run in self.running:
-            if run.process is process:
+            if run.pid == process.pid:
                 run.end, run.ended = "killed", self.now
-        self.killed.add(process.pid)
         self.begun_and_killed |= {job.work.trigger for job in self.broker.jobs if job.child is process}
 
     def app_of(self, process: Process) -> Any:
@@ -350,8 +342,8 @@ class MessageWorld(History):
         left.remove(producer)
 
     def send(self, producer: str, name: str, how: str, ends: tuple[str, ...] = ()) -> None:
-        if how == "id":
-            self._wait_for_the_last_with_that_id()
+        while how == "id" and any(each.id == "same-id" for each in (*self.broker.alive(), *self.checker.being_sent)):
+            self.sleep(0.1)  # only when the last work with an id has ended, the id is used again for new work
         self.met[f"sent: {how}"] += 1
         self.met[f"ends: {', '.join(ends)}"] += 1
         equals = [f"t{number}" for number in range(self.plan.triggers)] if self.plan.calls == "equal" else []
@@ -370,23 +362,13 @@ class MessageWorld(History):
             trigger.is_sent = any(each.work.trigger == name for each in self.broker.published)
             self.note(producer, "has sent", name, "published" if trigger.is_sent else f"duplicate {trigger.error}")
 
-    def _wait_for_the_last_with_that_id(self) -> None:
-        """Wait until the last work with the id has ended, because only then the id is used again for new work."""
-
-        def is_alive() -> bool:
-            being_sent = {self.triggers[name].id for name in self.checker.being_sent}
-            return "same-id" in being_sent | {each.id for each in self.broker.alive()}
-
-        while is_alive():
-            self.sleep(0.1)
-
     # a run
 
     def body(self, task: Any, name: str) -> str:
         """Run the decorated function."""
         trigger, process = self.triggers[name], this()
         work = Work(name, task.request.replaced_task_nesting, task.request.retries)
-        run = Run(trigger, work, process.package.current_lock(), process, self.now, process.life, thread())
+        run = Run(trigger, work, process.package.current_lock(), process.pid, self.now)
         self.checker.run_begins(run)
         trigger.runs.append(run)
         self.runs.append(run)
@@ -405,16 +387,6 @@ class MessageWorld(History):
             self.note(process.name, "has run", name, run.end)
         return f"done {name}"
 
-    def stores(self, result: Any) -> None:
-        """Note a result that comes of no run: the key is busy, or the server cannot be asked."""
-        # Celery wraps exceptions that cannot be pickled, as those of a copy of the package.
-        name = getattr(result, "exc_cls_name", type(result).__name__)
-        is_one = result is None or name in ("AlreadyRunning", "LockUnavailable")
-        if is_one and all(run.delivery is not thread() for run in self.runs):
-            for job in [job for job in self.broker.jobs if job.is_work and job.thread is thread()]:
-                given = self.triggers[job.work.trigger], job.work, None, this(), job.began, this().life, thread()
-                self.not_run.append(Run(*given, repr(result)))
-
     def received(self, delivery: Delivery) -> None:
         """Note that a worker has received a task. If the task has an ``eta``, it is not numbered by then."""
         if delivery.is_work and not delivery.payload["headers"]["eta"]:
@@ -427,6 +399,9 @@ class MessageWorld(History):
             self.beside[delivery.work.trigger].append(end)
         if delivery.is_work:
             self.outcomes[delivery.work].append(end)
+            if end in ("None", "AlreadyRunning", "LockUnavailable"):  # the key is busy, or the server cannot be asked
+                trigger = self.triggers[delivery.work.trigger]
+                self.not_run.append(Run(trigger, delivery.work, None, delivery.child.pid, delivery.began, end))
             if end != "Retry":  # after which the task goes on
                 self.ended_at[delivery.work.trigger] = self.now
             # If its child was killed, its function was perhaps not called.
