@@ -83,7 +83,10 @@ ENDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 @pytest.mark.parametrize("comes_back", [None, "acks_on_failure_or_timeout", "acks_on_failure"])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str, comes_back: str | None) -> None:
-    """A message that is rejected on failure may come back by a dead-letter queue, and must do its work then."""
+    """A message that is rejected on failure may come back by a dead-letter queue, and must do its work then.
+
+    So must the next attempt, or the replacement, if it was killed.
+    """
     if comes_back and comes_back not in {name for name, _ in queue.app.Task.from_config}:
         pytest.skip("Celery knows it since 5.7")
     waits: list[Any] = []
@@ -102,6 +105,8 @@ def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str
     work_is_done, before = is_end and (comes_back is None or end != "fails"), len(queue)
     assert (queue.deliver(waits[0]) == "run again") is not work_is_done
     assert len(queue) == before, "it waits no more"
+    while len(queue):
+        assert queue.deliver(redelivered=True) == "run again"
 
 
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
@@ -160,12 +165,17 @@ def test_the_first_task_of_what_replaces_a_task_waits_for_its_run(queue: Queue, 
 @pytest.mark.parametrize("acks_late", [True, False])
 @pytest.mark.parametrize("policy", [retry(), buffer_one()], ids=["retry", "buffer_one"])
 def test_new_work_with_the_id_of_earlier_work_runs(queue: Queue, keys: Keys, policy: Any, *, acks_late: bool) -> None:
-    """It comes while the earlier runs, and after it; and a redelivery of its message still does nothing."""
+    """It comes while the earlier runs, and after it, and also if it was killed; a redelivery does nothing after it.
+
+    The earlier work has told a redelivery of its own that it has ended.
+    """
 
     def work(number: int) -> None:
         runs.append(number)
         if number == 1:
             queue.deliver_elsewhere(second)
+            if acks_late:
+                queue.deliver_elsewhere(waits, redelivered=True)
 
     runs: list[int] = []
     task = a_task(queue.app, work, when_busy=policy, celery={"acks_late": acks_late})
@@ -175,6 +185,8 @@ def test_new_work_with_the_id_of_earlier_work_runs(queue: Queue, keys: Keys, pol
     for message in (first, third):
         with keys.busy():
             queue.deliver(message)
+        waits = queue.take()
+        queue.deliver(waits, redelivered=True)
         queue.deliver_all()
         queue.deliver(message, redelivered=True)
     assert runs == [1, 2, 3]
