@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis as redis_py
+from redis.sentinel import Sentinel
 
 from only_one import only_one
 from only_one.connections import nodes
@@ -83,6 +85,17 @@ def test_what_is_warned_of(evicting: Any, memory: str, policy: str, warns: Any) 
     evicting.config_set("maxmemory", memory)
     evicting.config_set("maxmemory-policy", policy)
     assert bool(eviction.eviction_warning(eviction.Server(evicting).client)) == warns
+
+
+@pytest.mark.usefixtures("evicting")
+def test_each_of_two_deployments_of_sentinels_with_one_service_name_is_asked(
+    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sentinel, "discover_master", Mock(return_value=("127.0.0.1", own_server.port)))
+    sentinel: Any = Sentinel  # redis-py has no types for it
+    one, other = (sentinel([(host, 26379)]).master_for("m") for host in ("one", "other"))
+    warnings = [eviction.eviction_warning(eviction.Server(each).client) for each in (one, other, one)]
+    assert [warning is not None for warning in warnings] == [True, True, False]
 
 
 def test_a_user_who_may_not_ask(evicting: Any, own_server: RedisServer) -> None:
