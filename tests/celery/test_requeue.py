@@ -166,8 +166,9 @@ def test_a_message_is_requeued_up_to_a_limit_of_times(
     queue.deliver(first, redelivered=True)
     assert answer.state == "PENDING", "a later message waits"
     with keys.busy():
-        queue.deliver(message)
+        failed = queue.deliver(message)
     assert (len(queue), answer.state) == (0, "FAILURE")
+    assert "During handling" not in failed.traceback, "the error does not show our RequeueRequest"
     before_task_publish.disconnect(hand_on)
 
 
