@@ -32,13 +32,23 @@ def is_received(scene: Scene, answer: Any, pid: int) -> bool:
     return eventually(is_its)
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGQUIT], ids=["killed", "warm", "cold"])
-def test_it_is_queued_again_when_its_worker_ends_and_free_if_that_is_killed(scene: Scene, end: signal.Signals) -> None:
+ENDS: dict[str, tuple[signal.Signals, dict[str, Any]]] = {
+    "killed": (signal.SIGKILL, {}),
+    "warm": (signal.SIGTERM, {}),
+    "cold": (signal.SIGQUIT, {}),
+    "cold, before its eta": (signal.SIGQUIT, {"countdown": 600}),  # Celery forgets such a task only at its exit
+}
+
+
+@pytest.mark.parametrize(("end", "options"), ENDS.values(), ids=ENDS)
+def test_it_is_queued_again_when_its_worker_ends_and_free_if_that_is_killed(
+    scene: Scene, end: signal.Signals, options: dict[str, Any]
+) -> None:
     first, second = Scene(scene.place), Scene(scene.place)  # the worker's process may yet be given the second
     with scene.place.worker("-c", "1") as worker:
         unique.delay(first.key, "gate")
         first.begun()
-        _, answer = unique.delay(second.key), unique.delay(scene.key)
+        _, answer = unique.delay(second.key), unique.apply_async((scene.key,), **options)
         assert is_received(scene, answer, worker.pid)
         assert unique.delay(scene.key) == answer
         if end is signal.SIGKILL:
