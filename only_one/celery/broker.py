@@ -19,7 +19,11 @@ def visibility_timeout(app: Celery) -> float:
 
 
 def longest_countdown(app: Celery) -> float:
-    """Seconds for which a message may wait in a worker. If it waited longer, the broker might redeliver it."""
+    """Seconds for which a message may wait in a worker. If it waited longer, the broker might redeliver it.
+
+    That is a third of the time after which it does, which counts from the delivery: after its delay the message may
+    wait for a free process, and its run takes time, too.
+    """
     return visibility_timeout(app) / 3
 
 

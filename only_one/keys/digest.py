@@ -18,10 +18,10 @@ from uuid import UUID
 VERSION = b"\xff1"
 """The beginning of the encoding of every value, except a str by itself: no UTF-8 text begins with this byte.
 
-It changes with the encoding, and a golden file pins both.
+It changes if the encoding of a known type changes; a new type leaves it. A golden file pins both.
 """
 
-_SHORT = 200
+_MOST_REMEMBERED = 200
 """The most characters of a str whose digest is remembered; longer ones would take much memory."""
 
 _hash = hashlib.md5
@@ -70,7 +70,7 @@ def digest(value: Any) -> str:
     Raises:
         UnknownType: for a value, or a part of it, that has no canonical encoding.
     """
-    if type(value) is str and len(value) <= _SHORT:
+    if type(value) is str and len(value) <= _MOST_REMEMBERED:
         return _digest_of_short(value)
     value = plain(value)
     try:

@@ -23,7 +23,7 @@ MakeKey = Callable[[str, Args, Kwargs], str]
 RESERVED = frozenset("{}%")
 """The characters that are escaped in every value: braces would move keys to another slot of a cluster."""
 
-_LONGEST = 200
+_LONGEST_VALUE = 200
 """The most characters of an escaped text. A longer one is cut to its first 40 characters and its MD5."""
 
 
@@ -193,7 +193,7 @@ def escaper(separators: Iterable[str] = ()) -> Callable[[str], str]:
 
     def escape(text: str) -> str:
         text = special.sub(percent_encoded, text) if special.search(text) else text
-        return text if len(text) <= _LONGEST else f"{text[:40]}%~{digest(text)}"
+        return text if len(text) <= _LONGEST_VALUE else f"{text[:40]}%~{digest(text)}"
 
     return escape
 

@@ -18,6 +18,9 @@ from .token import active_tokens
 _FIRST_PAUSE = 0.05
 _MOST = 10_000
 
+WAITS_AT_EXIT = 2.0
+"""Seconds for which a process that ends repeats its releases. A trip that has begun is waited for."""
+
 
 @dataclass(eq=False)
 class PendingRelease:
@@ -137,8 +140,8 @@ class PendingReleases(dict[bytes, PendingRelease]):
         return undone
 
     def finish(self) -> None:
-        """At the end of the process, send the releases that are pending, for two seconds at most."""
-        limit = now() + 2  # seconds for which the process waits at most
+        """At the end of the process, send the releases that are pending, until ``WAITS_AT_EXIT`` is over."""
+        limit = now() + WAITS_AT_EXIT
         left = list(self.values())
         while left and now() < limit:
             left = [pending for node, due in trips(left) for pending in self.release(node, due)]
