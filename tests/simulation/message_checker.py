@@ -311,11 +311,13 @@ def _duplicates_have_a_result(history: Any, checker: MessageChecker) -> Problems
     """A duplicate gets the result of a task that was published."""
     triggers, published = history.triggers.values(), {each.id for each in history.broker.published}
     if not checker.had("publishing fails"):  # of that which had the key meanwhile
-        # Of a call that took longer than a command, a reply was late or lost.
+        # Of a call that took longer than a command, a reply was late or lost. Its SET may have come late, and is gone
+        # after at most as long again.
         failed = [each for each in triggers if not each.is_sent and each.answered - each.asked > _ONE_COMMAND]
+        had_key = [(each.asked, max(each.answered, each.asked + 2 * history.latest)) for each in failed]
         for trigger in [each for each in triggers if each.result is not None and not each.is_sent]:
             # Another process had acquired the key, and did not know it yet.
-            is_of_failed = any(each.asked <= trigger.answered and trigger.asked < each.answered for each in failed)
+            is_of_failed = any(asked <= trigger.answered and trigger.asked < gone for asked, gone in had_key)
             if trigger.id not in published and not is_of_failed:
                 yield "a duplicate without a result", f"{trigger.name}: {trigger.id}"
 
