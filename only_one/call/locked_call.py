@@ -61,7 +61,7 @@ class LockedCall(Call):
     has_succeeded = False
     # Whether the key may be ours, is ours, or will be kept in the background; None once nothing is left to do.
     _stage: Literal["asked", "held", "kept later"] | None = "asked"
-    # From the acquire: the value of the queued task from which the key was taken over.
+    # From the acquire: the value of the queued task from which the key was taken over, or may have been.
     _owed: Retained | None = None
     # From the reply on: whether a SET of the token may arrive after the call, because it was sent twice.
     _may_come_late = False
@@ -132,13 +132,14 @@ class LockedCall(Call):
             None if the key is ours, else the value that is stored there now.
         """
         is_own = before == self.caller.queued
-        owed = None if is_own else (yield from owed_to(self.key, before, self.token))
+        self._owed = None if is_own else (yield from owed_to(self.key, before, self.token))
         result = yield from replace(self.key, before, self.token, self.options.ttl)
+        if result.status != "held":
+            self._owed = None
         if result.status == "gone":
             return (yield from acquire(self.server.features, self.key, self.token, self.options.ttl))
         if result.status == "taken":
             return result.value
-        self._owed = owed
         # A token of this very process, as a cancelled acquire leaves it, does not mean that a process was killed.
         is_killed = not is_queued(before) and not before.startswith(this_process().mark)
         if is_killed:
@@ -264,8 +265,10 @@ class LockedCall(Call):
         Args:
             no_write_in_flight: whether the server has finished every SET of the token, if none was sent twice. A
                 release may still be in flight.
-            retained: the value to store in place of the token.
+            retained: the value to store in place of the token; by default an owed one.
         """
+        if retained is None and self._owed is not None:
+            retained = to_store(self._owed)
         is_final = no_write_in_flight and not self._may_come_late
         until = now() + self.options.ttl
         if self._stage == "held":  # perhaps for longer, by `extend`

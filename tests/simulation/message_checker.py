@@ -162,7 +162,12 @@ class MessageChecker:
 
     def _keeps_its_key(self, trigger: Any) -> bool:
         is_retried = _GIVE_UP_THEIR_KEY.isdisjoint(trigger.ends) and all(run.end == "Retry" for run in trigger.runs)
-        return is_retried or not trigger.runs
+        # A signal may have ended a run that had published its retry.
+        is_interrupted = "limit" in trigger.how or trigger.name in self._terminated()
+        return (is_retried and not is_interrupted) or not trigger.runs
+
+    def _terminated(self) -> set[str]:
+        return {job.work.trigger for job in self.broker.jobs if job.is_terminated}
 
     def _holders(self) -> set[str]:
         """The unique tasks that have the key by right: their message waits, or their run holds it."""
