@@ -30,6 +30,7 @@ class AsyncClient:
 
     After an exception of a signal handler a new client is made. The exception may have left a connection with a reply
     yet to come; and a turn, or a lock, that an ``async with`` had just acquired may stay acquired.
+    And a new client is made when Sentinels have replaced the master.
 
     Attributes:
         sends_again: the drivers send a command again that got no answer, because redis-py does not.
@@ -40,25 +41,27 @@ class AsyncClient:
 
     sends_again = True
 
-    def __init__(self, make: Callable[[], Any], most: int) -> None:
+    def __init__(self, make: Callable[[], Any], most: int, of_calls: Any) -> None:
         """Make the client.
 
         Args:
             make: makes the client.
             most: the most connections that the client may have.
+            of_calls: the connections of sync calls to the same server, which know when a master was replaced.
         """
-        self._make = make
+        self._make, self._of_calls = make, of_calls
         self._most = min(most, _MOST_CONNECTIONS)
         self._answered_at = self._down_at = 0.0  # by `now()`; 0 for never
         self.to_be_closed: set[Any] = set()
         self._begin()
 
     def _begin(self) -> None:
+        self._masters_left = self._of_calls.masters_left
         self.client, self._turns = self._make(), asyncio.Semaphore(self._most)
 
     async def send_raw(self, command: Command) -> Any:
         """Send a command, and return its reply as bytes."""
-        if self.to_be_closed:
+        if self.to_be_closed or self._masters_left != self._of_calls.masters_left:
             await self.close_what_is_left()
         asked = now()
         client, turns = self.client, self._turns
@@ -92,7 +95,10 @@ class AsyncClient:
                 self.to_be_closed.add(client)
 
     async def close_what_is_left(self) -> None:
-        """Close the connections of the earlier clients."""
+        """Close the connections of the earlier clients, also of one whose master was replaced."""
+        if self._masters_left != self._of_calls.masters_left:
+            self.to_be_closed.add(self.client)
+            self._begin()
         while self.to_be_closed:
             client = self.to_be_closed.pop()  # now, because a command that ends while it is closed adds it again
             try:
@@ -107,17 +113,18 @@ class AsyncClient:
         await self.close_what_is_left()
 
 
-def make_async_client(client: Any) -> AsyncClient:
+def make_async_client(client: Any, of_calls: Any) -> AsyncClient:
     """Make the asyncio client of the server of a sync one.
 
     Args:
         client: a sync client of redis-py, of one server or of a master behind Sentinels; or the slots of a cluster.
+        of_calls: see ``AsyncClient``.
 
     Raises:
         ConfigurationError: if redis-py has no asyncio class for the way in which the client connects.
     """
     if isinstance(client, Slots):
         most = client.options.get("max_connections") or NO_LIMIT
-        return AsyncClient(lambda: ClusterConnections(client), most)
+        return AsyncClient(lambda: ClusterConnections(client), most, of_calls)
     pool = client.connection_pool
-    return AsyncClient(lambda: KeptConnections(pool), pool.max_connections)
+    return AsyncClient(lambda: KeptConnections(pool), pool.max_connections, of_calls)

@@ -1,7 +1,6 @@
 """The connections of an event loop: kept between commands, to one server, a master behind Sentinels, or a cluster."""
 
 import asyncio
-import copy
 from typing import Any
 
 import redis
@@ -14,7 +13,7 @@ from only_one.errors import ConfigurationError
 from only_one.signatures import signature
 
 from .kept_connections import OF_ALL_CONNECTIONS, leaves_usable, packed
-from .own_pools import NO_LIMIT, NO_NOTICES
+from .own_pools import NO_LIMIT, NO_NOTICES, Sentinels
 from .slots import Address, Sender, Slots, Trip
 
 _PARSER = {"parser_class": parser} if (parser := getattr(cluster, "ClusterParser", None)) else {}
@@ -154,10 +153,10 @@ def _async_pool(pool: Any) -> Any:
     if not isinstance(pool, redis.SentinelConnectionPool):
         return ConnectionPool(**options)
     sentinels = [Redis.from_pool(_async_pool(each.connection_pool)) for each in pool.sentinel_manager.sentinels]
-    manager: Any = object.__new__(_Sentinels)
+    manager = object.__new__(_sentinel.Sentinel)
     # By attributes and not by parameters, which depend on the version of redis-py.
-    manager.__dict__ = {**vars(pool.sentinel_manager), "sentinels": sentinels}
-    return _sentinel.SentinelConnectionPool(pool.service_name, manager, **options)
+    manager.__dict__ = {**vars(pool.sentinel_manager)}
+    return _sentinel.SentinelConnectionPool(pool.service_name, Sentinels(manager, sentinels), **options)
 
 
 def _options(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
@@ -172,20 +171,3 @@ def _options(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
         msg = f"redis-py has no asyncio client with {' and '.join(missing)}: give redis= without"
         raise ConfigurationError(msg)
     return {name: value for name, value in {**given, **NO_NOTICES}.items() if name in known}
-
-
-class _Sentinels(sentinel.Sentinel):
-    """Sentinels that several commands can ask at once.
-
-    Each command asks a copy, because redis-py swaps two Sentinels in the list while it goes through it: of two swaps at
-    once, one would lose a Sentinel for good.
-    """
-
-    sentinels: Any
-
-    async def discover_master(self, service_name: str) -> Any:
-        asked = copy.copy(self)
-        asked.sentinels = [*self.sentinels]
-        address = await super(_Sentinels, asked).discover_master(service_name)
-        self.sentinels = asked.sentinels
-        return address

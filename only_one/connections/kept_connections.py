@@ -41,7 +41,8 @@ class KeptConnections:
 
     Attributes:
         connection_pool: makes the connections, and does not hold them.
-        idle: the connections that no command uses.
+        idle: the connections that no command uses; a new list once all are left, also by the commands under way.
+        masters_left: how many masters they have left because Sentinels had replaced them.
         sends_again: the drivers send a command again that got no answer, because redis-py does not.
     """
 
@@ -52,25 +53,25 @@ class KeptConnections:
         self._make_pool = partial(own_pool, pool, longest)
         self.connection_pool = self._make_pool()
         self.idle: list[Any] = []
+        self.masters_left = 0
         _all.add(self)
 
     def begin_anew(self) -> None:
         """In a forked child: neither use nor close what is the parent's, nor wait for a lock in it."""
-        _inherited.extend([self.connection_pool, *self.idle])
-        self.idle.clear()
-        self.connection_pool = self._make_pool()
+        _inherited.extend([self.connection_pool, self.idle])
+        self.idle, self.connection_pool = [], self._make_pool()
 
     def send_raw(self, command: Command) -> Any:
         """Send a command, and return its reply, as bytes."""
-        connection = self._take()
+        idle, connection = self.idle, self._take()
         try:
             # redis-py's check of the connection would wait for a reply: a broken connection fails anyhow.
             connection.send_packed_command((packed(command),), check_health=False)
             reply = connection.read_response(disable_decoding=True)
         except BaseException as error:
-            self._put_back(connection, error)
+            self._put_back(idle, connection, error)
             raise
-        self.idle.append(connection)
+        idle.append(connection)
         return reply
 
     def send(self, commands: Sequence[Command]) -> list[Any]:
@@ -79,14 +80,14 @@ class KeptConnections:
         Raises:
             RedisError: if one got no answer, or the server is a replica.
         """
-        connection = self._take()
+        idle, connection = self.idle, self._take()
         try:
             connection.send_packed_command((b"".join(map(packed, commands)),), check_health=False)
             replies = [_reply_on(connection) for _ in commands]
         except BaseException as error:
-            self._put_back(connection, error)
+            self._put_back(idle, connection, error)
             raise
-        self.idle.append(connection)
+        idle.append(connection)
         return replies
 
     def _take(self) -> Any:
@@ -96,10 +97,10 @@ class KeptConnections:
             pass
         return self._connect()  # not in the `except`: the IndexError would be the context of an error while connecting
 
-    def _put_back(self, connection: Any, error: BaseException) -> None:
+    def _put_back(self, idle: list[Any], connection: Any, error: BaseException) -> None:
         """After an error of its command keep a connection that can be used again, or close it, and all idle ones."""
         if leaves_usable(error):
-            self.idle.append(connection)
+            idle.append(connection)
         else:
             connection.disconnect()
             self.close_idle()
@@ -118,10 +119,16 @@ class KeptConnections:
         return connection
 
     def close_idle(self) -> None:
-        """Close the connections that no command uses."""
+        """Close the connections that no command uses, and have those of commands under way used no more."""
+        idle, self.idle = self.idle, []
         with suppress(IndexError):  # none is left; another thread may take the last one, so nobody looks before
             while True:
-                self.idle.pop().disconnect()
+                idle.pop().disconnect()
+
+    def leave_master(self) -> None:
+        """Use no connection to the master any more, because another has replaced it."""
+        self.masters_left += 1
+        self.close_idle()
 
 
 def _reply_on(connection: Any) -> Any:

@@ -99,18 +99,18 @@ class MasterNode(Node):
         return super().send(commands, pause)
 
     def _find_master(self) -> None:
-        """Ask the first Sentinel; if the master was replaced, close the idle connections of both clients."""
+        """Ask the first Sentinel; if the master was replaced, have both clients leave it."""
         began = now()
         pool = self.client.connection_pool
-        sentinels = pool.sentinel_manager.sentinels
-        manager = copy.copy(pool.sentinel_manager)
-        manager.sentinels = sentinels[:1]
+        manager = pool.sentinel_manager
+        asked = copy.copy(manager)
+        asked.sentinels = manager.sentinels[:1]
         try:
-            if pool.master_address not in (None, manager.discover_master(pool.service_name)):
+            if pool.master_address not in (None, asked.discover_master(pool.service_name)):
                 for each in self._clients:
-                    each.close_idle()
+                    each.leave_master()
         except TROUBLE:
-            sentinels.append(sentinels.pop(0))  # so that the next time another Sentinel is asked
+            manager.sentinels = manager.sentinels[1:] + asked.sentinels  # the next time another one is asked
         self._asks_from = now() + 9 * (now() - began)
 
 
@@ -122,9 +122,11 @@ class ClusterNodes:
 
     Attributes:
         slots: which node stores which slot.
+        masters_left: none, because no Sentinel watches them.
         sends_again: the drivers send a command again that got no answer.
     """
 
+    masters_left = 0
     sends_again = True
 
     def __init__(self, slots: Slots, longest: dict[str, float], pause: float | None = None) -> None:

@@ -52,9 +52,29 @@ def own_pool(pool: Any, longest: dict[str, float]) -> Any:
 
 def _own_sentinel_pool(pool: Any, options: dict[str, Any], longest: dict[str, float]) -> Any:
     del options["connection_pool"]  # the user's own
-    manager: Any = copy.copy(pool.sentinel_manager)
-    sentinels = [own_pool(each.connection_pool, longest) for each in manager.sentinels]
-    manager.sentinels = [redis.Redis(connection_pool=each) for each in sentinels]
-    options.update(is_master=pool.is_master, check_connection=pool.check_connection)
+    own = [own_pool(each.connection_pool, longest) for each in pool.sentinel_manager.sentinels]
+    sentinels = Sentinels(pool.sentinel_manager, [redis.Redis(connection_pool=each) for each in own])
     kind: Any = redis.SentinelConnectionPool
-    return kind(pool.service_name, manager, **options)
+    return kind(pool.service_name, sentinels, **options)
+
+
+class Sentinels:
+    """Sentinels that several commands can ask at once, for redis-py's pools, sync and async.
+
+    Attributes:
+        sentinels: a client of each; first the one that has answered last.
+    """
+
+    def __init__(self, manager: Any, sentinels: list[Any]) -> None:
+        """Ask ``sentinels`` in the way in which ``manager``, redis-py's, asks its own."""
+        self._manager, self.sentinels = manager, sentinels
+
+    def discover_master(self, service_name: str) -> Any:
+        """The address of the master; in asyncio, to be awaited.
+
+        Each command has a list of its own, because redis-py swaps two Sentinels in the list while it goes through it:
+        of two swaps at once, one would lose a Sentinel for good.
+        """
+        asked = copy.copy(self._manager)
+        asked.sentinels = self.sentinels = [*self.sentinels]
+        return asked.discover_master(service_name)

@@ -144,13 +144,13 @@ class Server:
         clients: WeakKeyDictionary[Server, tuple[AsyncClient, object]] = attributes[name]
         if self not in clients:
             # An async generator, because the loop closes its generators at shutdown: the only hook to close the client.
-            generator = _open_async_client(self._given)
+            generator = _open_async_client(self._given, self.client)
             clients[self] = await anext(generator), generator
         return clients[self][0]
 
 
-async def _open_async_client(given: Any) -> AsyncGenerator[AsyncClient, None]:
-    async with aclosing(make_async_client(given)) as client:
+async def _open_async_client(given: Any, of_calls: Any) -> AsyncGenerator[AsyncClient, None]:
+    async with aclosing(make_async_client(given, of_calls)) as client:
         yield client
 
 

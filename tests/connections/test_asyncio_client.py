@@ -13,7 +13,7 @@ import warnings
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 from weakref import ref
 
 import pytest
@@ -39,7 +39,7 @@ def test_a_connection_that_cannot_be_made_costs_no_other(
 
     And as while what gives the credentials is away, which may raise anything.
     """
-    client = make_async_client(redis_py.Redis.from_url(redis_url))
+    client = make_async_client(redis_py.Redis.from_url(redis_url), Mock())
 
     async def main() -> None:
         await asyncio.gather(*(client.send_raw(("PING",)) for _ in range(2)))
@@ -77,7 +77,7 @@ def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fai
         connection.disconnect.assert_awaited_once()
 
     with redis_py.Redis.from_url(redis_url, health_check_interval=3600) as source:
-        client = make_async_client(source)
+        client = make_async_client(source, Mock())
         asyncio.run(main())
     check.assert_not_called()
 
@@ -95,7 +95,7 @@ def test_a_client_is_closed_again_whose_command_ends_or_is_interrupted_meanwhile
                     raise Interruption
                 client.to_be_closed.add(self)  # as the end of that command does
 
-    client = AsyncClient(Replaced, 1)
+    client = AsyncClient(Replaced, 1, Mock())
     with suppress(Interruption):
         asyncio.run(client.aclose())
     asyncio.run(client.close_what_is_left())
@@ -120,7 +120,7 @@ def test_our_own_connections_hear_no_news_of_maintenance(redis_url: str, said: d
     pytest.importorskip("redis.asyncio.maint_notifications")
 
     async def main() -> None:
-        client = make_async_client(redis_py.Redis(connection_pool=pool))
+        client = make_async_client(redis_py.Redis(connection_pool=pool), Mock())
         await client.send_raw(("PING",))
         (connection,) = client.client._idle
         assert connection._maint_notifications_connection_handler is None
@@ -219,7 +219,7 @@ def test_commands_that_wait_for_a_connection_give_up_unless_the_server_answers_a
         async def reply_to(name: Any) -> Any:
             return await replies[name[0]]
 
-        client = AsyncClient(lambda: SimpleNamespace(send_raw=reply_to), 2)
+        client = AsyncClient(lambda: SimpleNamespace(send_raw=reply_to), 2, Mock())
         times_out, another, cancelled, *waiting = [asyncio.create_task(client.send_raw((name,))) for name in names]
         await asyncio.sleep(0)
         cancelled.cancel()

@@ -293,6 +293,28 @@ def test_a_command_that_times_out_is_sent_twice_and_leaves_no_kept_connection_an
         del caught
 
 
+@pytest.mark.parametrize("kind", [OfThreads, OfAnEventLoop])
+def test_a_master_that_was_replaced_is_left_also_by_a_command_under_way(
+    redis: Any, redis_url: str, name: str, kind: type[OfThreads]
+) -> None:
+    with (
+        redis_py.Redis.from_url(redis_url, client_name=name) as given,
+        closing(kind(server := Server(given))) as one,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        one.send(("ECHO", "a"), ("ECHO", "b"))
+        before = one.ids()
+        under_way = pool.submit(one.send, ("BLPOP", name, 0))
+        assert eventually(lambda: "blpop" in {each["cmd"] for each in redis.client_list() if each["name"] == name})
+        server.client.leave_master()
+        redis.rpush(name, "it ends")
+        assert under_way.result(LIMIT)
+        one.send(("ECHO", "c"))
+        assert len(before) == 2
+        assert not before & one.ids()
+        assert eventually(lambda: not before & connections(redis, name))
+
+
 def test_a_connection_that_cannot_be_made_costs_no_other(client: Any) -> None:
     """As at a server that has as many as it takes: another program would have what is closed."""
     before = fill(client, 2)

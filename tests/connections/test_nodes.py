@@ -81,7 +81,7 @@ def test_a_sentinel_is_asked_for_the_master_before_each_trip(clock: Clock) -> No
     for address, closed in ((None, 0), (("h", 8), 1)):  # at first it has not connected yet
         pool.master_address = address
         node.send([])
-        assert [each.close_idle.call_count for each in clients] == [closed] * 2
+        assert [each.leave_master.call_count for each in clients] == [closed] * 2
 
 
 # Their connections
@@ -94,7 +94,7 @@ SHORTER = dict.fromkeys(SHORT, 0.125)
 def of_sentinels(*_: object, **options: Any) -> Any:
     asks: Any = Sentinel
     kind: Any = SentinelConnectionPool
-    return kind("mine", asks([("h", 7), ("h", 8)]), is_master=False, check_connection=True, ssl=True, **options)
+    return kind("mine", asks([("h", 7), ("h", 8)]), is_master=False, ssl=True, **options)
 
 
 @pytest.mark.parametrize("url", ["redis://h:7/3", "rediss://h:7", "unix:///s"])
@@ -109,8 +109,9 @@ def test_a_pool_for_the_thread_connects_as_the_user_s_does_and_gives_up_soon(
     pool = make(url, protocol=3, max_connections=1, timeout=None, **given)
     made, kind = own_pool(pool, SHORT_TIMEOUTS), SentinelConnectionPool if make is of_sentinels else ConnectionPool
     assert (type(made), made.max_connections > 1) == (kind, True)
-    for name in ("connection_class", "service_name", "is_master", "check_connection"):
+    for name in ("connection_class", "service_name"):
         assert getattr(made, name, None) == getattr(pool, name, None)
+    assert getattr(made, "is_master", True)
     for name in ("host", "port", "db", "path"):
         assert made.connection_kwargs.get(name) == pool.connection_kwargs.get(name)
     assert {name: made.connection_kwargs[name] for name in SHORT} == made_of

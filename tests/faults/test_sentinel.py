@@ -18,7 +18,7 @@ from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import clients
-from tests.decorated import Decorate, both
+from tests.decorated import Decorate, as_async, both, decorated
 from tests.faults.programs import Running, RunningAsync
 from tests.renewal import is_renewed, renew_now
 
@@ -127,10 +127,13 @@ def test_a_failover_during_a_run(watched: Watched, prefix: str, fault: Callable[
     assert eventually(lambda: not on_replica.exists(keys[0], keys[1], f"{prefix}new"))
 
 
-def test_a_master_that_was_replaced_and_does_not_know_it_yet(watched: Watched, prefix: str) -> None:
+@pytest.mark.parametrize("kind", [Running, RunningAsync])
+def test_a_master_that_was_replaced_and_does_not_know_it_yet(
+    watched: Watched, prefix: str, kind: type[Running]
+) -> None:
     """A run whose key it holds is renewed and released on the new one, and is told if that has lost the key."""
     on_replica, key, lost_key = watched.on_replica, f"{prefix}k", f"{prefix}lost"
-    with Running(lease=60) as run, Running("lost", lease=60) as lost:
+    with kind(lease=60) as run, kind("lost", lease=60) as lost:
         assert is_renewed(run.lock)
         assert eventually(lambda: on_replica.exists(key, lost_key) == 2)
         assert watched.fails_over()
@@ -158,21 +161,25 @@ def test_the_url_of_a_sentinel_and_one_that_is_cut_off_from_the_others(decorate:
             decorate(lambda: "done", redis=sentinels.master_for("watched"))()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.usefixtures("prefix")
-def test_async_calls_that_ask_the_sentinels_at_once_ask_each_of_them_again_later() -> None:
+def test_calls_that_ask_the_sentinels_at_once_ask_each_of_them_again_later(*, is_async: bool) -> None:
     """redis-py puts the Sentinel that answers first in its list, and of two calls at once, one would lose another."""
     with clients("Sentinel") as those, redis_py.Redis(port=those.server.port, db=1) as database:
         sentinel_url = f"redis://127.0.0.1:{those.sentinel_port}"
         with Proxy(sentinel_url) as first, Proxy(sentinel_url) as second:
             manager: Any = Sentinel([("127.0.0.1", each.port) for each in (first, second)])  # type: ignore[no-untyped-call]
 
-            @only_one("{number}", redis=manager.master_for("watched", db=1))
-            async def work(number: int) -> int:
+            def body(number: int) -> int:
                 assert database.exists(current_lock().key)
                 return number
 
-            async def at_once() -> list[int | None]:
-                return await asyncio.gather(*map(work, range(5)))
+            body_of_kind = as_async(body) if is_async else body
+            work = decorated(body_of_kind, "{number}", redis=manager.master_for("watched", db=1))
+            call = work if is_async else partial(asyncio.to_thread, work)
+
+            async def at_once() -> Any:
+                return await asyncio.gather(*map(call, range(5)))
 
             async def main() -> None:
                 with first.refused():
