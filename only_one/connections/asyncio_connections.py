@@ -1,6 +1,7 @@
 """The connections of an event loop: kept between commands, to one server, a master behind Sentinels, or a cluster."""
 
 import asyncio
+from collections import ChainMap
 from typing import Any
 
 import redis
@@ -148,26 +149,33 @@ def _async_pool(pool: Any) -> Any:
         raise ConfigurationError(msg)
     known = {name for base in kind.__mro__ for name in signature(base).parameters}
     known.discard("parser_class")  # another class for asyncio
-    options = {**_options(pool.connection_kwargs, known), **_PARSER}
-    options.update(retry=retry.Retry(backoff.NoBackoff(), 0), connection_class=kind, max_connections=NO_LIMIT)
-    if not isinstance(pool, redis.SentinelConnectionPool):
-        return ConnectionPool(**options)
-    sentinels = [Redis.from_pool(_async_pool(each.connection_pool)) for each in pool.sentinel_manager.sentinels]
-    manager = object.__new__(_sentinel.Sentinel)
-    # By attributes and not by parameters, which depend on the version of redis-py.
-    manager.__dict__ = {**vars(pool.sentinel_manager)}
-    return _sentinel.SentinelConnectionPool(pool.service_name, Sentinels(manager, sentinels), **options)
+    known.add("connection_pool")  # the one that asks the Sentinels
+    _check_tls(pool.connection_kwargs, known)
+
+    def connect(**options: Any) -> Any:
+        return kind(**{name: value for name, value in options.items() if name in known}, **_PARSER)
+
+    made: Any = ConnectionPool(max_connections=NO_LIMIT, **NO_NOTICES)
+    if isinstance(pool, redis.SentinelConnectionPool):
+        sentinels = [Redis.from_pool(_async_pool(each.connection_pool)) for each in pool.sentinel_manager.sentinels]
+        manager = object.__new__(_sentinel.Sentinel)
+        # By attributes and not by parameters, which depend on the version of redis-py.
+        manager.__dict__ = {**vars(pool.sentinel_manager)}
+        made = _sentinel.SentinelConnectionPool(pool.service_name, Sentinels(manager, sentinels), **NO_NOTICES)
+    ours = {**made.connection_kwargs, **NO_NOTICES, "retry": retry.Retry(backoff.NoBackoff(), 0)}
+    made.connection_kwargs = ChainMap(ours, pool.connection_kwargs)  # the user may change an option later
+    made.connection_class = connect
+    return made
 
 
-def _options(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """The options of ``given`` that an asyncio class knows.
+def _check_tls(given: dict[str, Any], known: set[str]) -> None:
+    """Check that an asyncio class knows all options about TLS.
 
     Raises:
-        ConfigurationError: for an option about TLS that it does not know. Without it, the asyncio client could trust a
-            server that the sync client does not trust, or OpenSSL would ask for a password in the terminal.
+        ConfigurationError: for one that it does not know. Without it, the asyncio client could trust a server that the
+            sync client does not trust, or OpenSSL would ask for a password in the terminal.
     """
     about_tls = [name for name, value in given.items() if name.startswith("ssl_") and value]
     if missing := [name for name in about_tls if name not in known]:
         msg = f"redis-py has no asyncio client with {' and '.join(missing)}: give redis= without"
         raise ConfigurationError(msg)
-    return {name: value for name, value in {**given, **NO_NOTICES}.items() if name in known}

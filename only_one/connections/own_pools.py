@@ -37,25 +37,18 @@ def own_pool(pool: Any, longest: dict[str, float]) -> Any:
         pool: the pool of a sync client of redis-py, of any class.
         longest: the longest time-outs, by the names of redis-py's options; empty for those of ``pool``.
     """
-    given, ours = pool.connection_kwargs, {**NO_NOTICES, "retry": retry.Retry(backoff.NoBackoff(), 0)}
-    ours.update((name, min(given.get(name) or seconds, seconds)) for name, seconds in longest.items())
-    options = {**given, **ours, "connection_class": pool.connection_class, "max_connections": NO_LIMIT}
-    made: Any
+    given = pool.connection_kwargs
+    made: Any = redis.ConnectionPool(max_connections=NO_LIMIT, **NO_NOTICES)
     if isinstance(pool, redis.SentinelConnectionPool):
-        made = _own_sentinel_pool(pool, options, longest)
-        ours["connection_pool"] = made.connection_kwargs["connection_pool"]  # its own
-    else:
-        made = redis.ConnectionPool(**options)
+        own = [own_pool(each.connection_pool, longest) for each in pool.sentinel_manager.sentinels]
+        sentinels = Sentinels(pool.sentinel_manager, [redis.Redis(connection_pool=each) for each in own])
+        kind: Any = redis.SentinelConnectionPool
+        made = kind(pool.service_name, sentinels, **NO_NOTICES)
+    ours = {**made.connection_kwargs, **NO_NOTICES, "retry": retry.Retry(backoff.NoBackoff(), 0)}
+    ours.update((name, min(given.get(name) or seconds, seconds)) for name, seconds in longest.items())
     made.connection_kwargs = ChainMap(ours, given)  # the user may change an option later, such as the password
+    made.connection_class = pool.connection_class
     return made
-
-
-def _own_sentinel_pool(pool: Any, options: dict[str, Any], longest: dict[str, float]) -> Any:
-    del options["connection_pool"]  # the user's own
-    own = [own_pool(each.connection_pool, longest) for each in pool.sentinel_manager.sentinels]
-    sentinels = Sentinels(pool.sentinel_manager, [redis.Redis(connection_pool=each) for each in own])
-    kind: Any = redis.SentinelConnectionPool
-    return kind(pool.service_name, sentinels, **options)
 
 
 class Sentinels:

@@ -177,15 +177,6 @@ def test_a_client_of_one_connection_waits_for_no_command_of_the_user_s(redis: An
             redis.lpush(key, "the blocked command ends")
 
 
-def test_an_option_that_the_user_changes_counts_for_new_connections(redis: Any, redis_url: str, name: str) -> None:
-    """As a password that is renewed."""
-    with redis_py.Redis.from_url(redis_url) as given:
-        client = Server(given).client
-        given.connection_pool.connection_kwargs["client_name"] = name
-        assert echo(client)
-        assert connections(redis, name) == kept(client)
-
-
 def test_a_command_is_packed_as_by_redis_py() -> None:
     """With hiredis, and without."""
     seed = random.randrange(2**32)
@@ -257,6 +248,17 @@ class OfAnEventLoop(OfThreads):
     def close(self) -> None:
         self._run(self._loop.shutdown_asyncgens())
         self._loop.close()
+
+
+@pytest.mark.parametrize("kind", [OfThreads, OfAnEventLoop])
+def test_an_option_that_the_user_changes_counts_for_new_connections(
+    redis: Any, redis_url: str, name: str, kind: type[OfThreads]
+) -> None:
+    """As a password that is renewed."""
+    with redis_py.Redis.from_url(redis_url) as given, closing(kind(Server(given))) as one:
+        given.connection_pool.connection_kwargs["client_name"] = name
+        assert one.send(("ECHO", "a")) == [b"a"]
+        assert connections(redis, name) == one.ids()
 
 
 @pytest.mark.parametrize("kind", [OfThreads, OfAnEventLoop])
