@@ -98,11 +98,15 @@ class KeptConnections:
         return self._connect()  # not in the `except`: the IndexError would be the context of an error while connecting
 
     def _put_back(self, idle: list[Any], connection: Any, error: BaseException) -> None:
-        """After an error of its command keep a connection that can be used again, or close it, and all idle ones."""
+        """After an error of its command keep a connection that can be used again, or close it.
+
+        The idle ones are closed only after some errors: a time limit of the user's says nothing of them.
+        """
         if leaves_usable(error):
             idle.append(connection)
         else:
             connection.disconnect()
+        if isinstance(error, OF_ALL_CONNECTIONS):
             self.close_idle()
 
     def _connect(self) -> Any:

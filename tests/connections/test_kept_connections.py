@@ -39,7 +39,7 @@ from rigs.servers import RedisServer
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import decorated
 from tests.faults.programs import Running
-from tests.interruptions import handled, interrupt, is_interrupted_after, while_handling
+from tests.interruptions import Interruption, handled, interrupt, is_interrupted_after, while_handling
 from tests.renewal import is_idle, is_renewed
 
 ROOT = Path(__file__).parents[2]
@@ -333,6 +333,16 @@ def test_a_connection_that_cannot_be_made_costs_no_other(client: Any) -> None:
 
 
 # Interruptions
+
+
+def test_a_command_that_is_interrupted_costs_no_other_connection(client: Any) -> None:
+    """As by a time limit of gevent's, which may be short and come often."""
+    fill(client, 2)
+    other, interrupted = client.idle
+    interrupted.read_response = Mock(side_effect=Interruption)
+    with pytest.raises(Interruption):
+        client.send_raw(("PING",))
+    assert client.idle == [other]
 
 
 @pytest.mark.interrupts
