@@ -1,4 +1,4 @@
-"""Pools of our own, which connect as a user's client does, and their time-outs."""
+"""Pools and Sentinels of our own, which connect as a user's client does, and their time-outs."""
 
 import copy
 from collections import ChainMap
