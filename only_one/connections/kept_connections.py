@@ -41,7 +41,7 @@ class KeptConnections:
 
     Attributes:
         connection_pool: makes the connections, and does not hold them.
-        idle: the connections that no command uses; a new list once all are left, also by the commands under way.
+        idle: the connections that no command uses; a new list once a master is left.
         masters_left: how many masters they have left because Sentinels had replaced them.
         sends_again: the drivers send a command again that got no answer, because redis-py does not.
     """
@@ -123,16 +123,20 @@ class KeptConnections:
         return connection
 
     def close_idle(self) -> None:
-        """Close the connections that no command uses, and have those of commands under way used no more."""
-        idle, self.idle = self.idle, []
-        with suppress(IndexError):  # none is left; another thread may take the last one, so nobody looks before
-            while True:
-                idle.pop().disconnect()
+        """Close the connections that no command uses."""
+        _close(self.idle)
 
     def leave_master(self) -> None:
-        """Use no connection to the master any more, because another has replaced it."""
+        """Use no connection to the master any more, also none of the commands under way: another has replaced it."""
         self.masters_left += 1
-        self.close_idle()
+        left, self.idle = self.idle, []
+        _close(left)
+
+
+def _close(connections: list[Any]) -> None:
+    with suppress(IndexError):  # none is left; another thread may take the last one, so nobody looks before
+        while True:
+            connections.pop().disconnect()
 
 
 def _reply_on(connection: Any) -> Any:
