@@ -349,7 +349,10 @@ def _what_follows_is_called(history: Any, checker: MessageChecker) -> Problems:
         own = [end for work, ends in history.outcomes.items() if work.trigger == trigger.name for end in ends]
         results = [end for end in own if end not in ("Ignore", "Retry")]
         is_whole = len(results) == 1 and history.beside[trigger.name] == ["'other'"]
-        has_failed |= trigger.how == "chord" and not is_whole
+        # A return may be counted though its child is killed before it calls the body, or before its delivery ends.
+        returned = [run for run in trigger.runs if run.end == "done"]
+        is_cut_off = any(_was_killed(history, run, run.ended + 1) for run in returned)
+        has_failed |= trigger.how == "chord" and (is_cut_off or not is_whole)
         if not (trigger.id in history.revoked or checker.was_lost(trigger) or has_failed):
             yield "what follows was not called", f"{trigger.name} was sent with {trigger.how}"
 
