@@ -140,8 +140,8 @@ def _async_pool(pool: Any) -> Any:
     Raises:
         ConfigurationError: if redis-py has no asyncio class for the way in which the pool connects.
     """
-    module, name = pool.connection_class.__module__, pool.connection_class.__name__
-    kind = getattr(connection, name, None) or getattr(_sentinel, name, None) if module.startswith("redis.") else None
+    name = pool.connection_class.__name__
+    kind = getattr(connection, name, None) or getattr(_sentinel, name, None)
     # A function of the user's that connects cannot be left out: it may choose the database.
     connects_by = pool.connection_kwargs.get("redis_connect_func") or pool.connection_class
     if kind is None or connects_by is not pool.connection_class:

@@ -50,8 +50,8 @@ def test_a_client_that_says_how_replies_are_read(redis_url: str, key: str, optio
         assert call_both(redis=client) == [None, None]
 
 
-class Connection(redis.connection.Connection):
-    """A way to connect that asyncio does not know, though it knows one of redis-py's with this name."""
+class OfOurOwn(redis.connection.Connection):
+    """A way to connect that asyncio does not know."""
 
 
 def to_another_database(connection: Any) -> None:
@@ -61,7 +61,7 @@ def to_another_database(connection: Any) -> None:
     connection.read_response()
 
 
-@pytest.mark.parametrize("option", [{"connection_class": Connection}, {"redis_connect_func": to_another_database}])
+@pytest.mark.parametrize("option", [{"connection_class": OfOurOwn}, {"redis_connect_func": to_another_database}])
 def test_a_way_to_connect_that_has_no_like_in_asyncio(redis_url: str, option: dict[str, Any]) -> None:
     pool = redis_py.ConnectionPool.from_url(redis_url, **option)
     with redis_py.Redis(connection_pool=pool) as client:
