@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import redis as redis_py
+from celery import Celery
 from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
@@ -18,7 +21,7 @@ from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
 from tests.clients import clients
-from tests.decorated import Decorate, as_async, both, decorated
+from tests.decorated import Decorate, as_async, both, call_both, decorated
 from tests.faults.programs import Running, RunningAsync
 from tests.renewal import is_renewed, renew_now
 
@@ -159,6 +162,22 @@ def test_the_url_of_a_sentinel_and_one_that_is_cut_off_from_the_others(decorate:
         sentinels: Any = Sentinel([("127.0.0.1", those.sentinel_port)], min_other_sentinels=1)  # type: ignore[no-untyped-call]
         with pytest.raises(LockUnavailable, match="No master found"):
             decorate(lambda: "done", redis=sentinels.master_for("watched"))()
+
+
+@pytest.mark.usefixtures("prefix")
+def test_a_master_that_speaks_tls_at_the_client_of_celery_s_backend() -> None:
+    """Celery has a connection class of its own for it, which is like redis-py's."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    certificate = Path(__file__).with_name("tls.pem")
+    context.load_cert_chain(certificate)
+    with clients("Sentinel") as those, Proxy(those.server.url, tls=context) as proxy:
+        with redis_py.Redis(port=those.sentinel_port) as sentinel:
+            sentinel.execute_command("SENTINEL MONITOR", "speaks tls", "127.0.0.1", proxy.port, 1)
+        app = Celery(backend=f"sentinel://127.0.0.1:{those.sentinel_port}", set_as_current=False)
+        app.conf.result_backend_transport_options = {"master_name": "speaks tls"}
+        app.conf.redis_backend_use_ssl = {"ssl_cert_reqs": "required", "ssl_ca_certs": str(certificate)}
+        with app.backend.client as client:
+            assert call_both(redis=client) == ["ran", "ran"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
