@@ -168,6 +168,7 @@ def test_who_waits_for_a_connection_when_a_command_is_interrupted(redis_url: str
 @pytest.fixture
 def warned() -> Iterator[list[warnings.WarningMessage]]:
     """What Python warns of, such as of connections that nobody has closed."""
+    gc.collect()  # what earlier tests have left
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         yield messages
