@@ -134,9 +134,8 @@ class LockedCall(Call):
         is_own = before == self.caller.queued
         self._owed = None if is_own else (yield from owed_to(self.key, before, self.token))
         result = yield from replace(self.key, before, self.token, self.options.ttl)
-        if result.status != "held":
-            self._owed = None
         if result.status == "gone":
+            self._owed = None  # the task has run meanwhile
             return (yield from acquire(self.server.features, self.key, self.token, self.options.ttl))
         if result.status == "taken":
             return result.value

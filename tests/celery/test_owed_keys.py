@@ -96,22 +96,27 @@ def test_a_task_whose_key_is_taken_over_while_it_is_published_has_its_key_until_
     assert keys.lives_for(lives_for)
 
 
-def test_a_task_that_is_received_at_that_moment_keeps_no_other_run_out(
-    tasks: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_task_that_is_received_or_runs_at_that_moment_keeps_no_other_run_out(
+    tasks: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch, *, has_run: bool
 ) -> None:
     """When another run asks for its key."""
     send, received = KeptConnections.send_raw, tasks().value.replace(b'"queued"', b'"received"')
 
     def send_and_receive(client: KeptConnections, command: Any) -> Any:
-        """The first command is answered, and then a worker receives the task."""
+        """The first command is answered, and then a worker receives the task, or has run it."""
         reply = send(client, command)
-        if command[0] == "SET":
-            keys.redis.set(f"{keys.prefix}k", received, px=round(DEFAULT_LEASE * 500))
+        if command[0] == "SET" and reply:
+            keys.redis.set(f"{keys.prefix}k", received, px=1 if has_run else round(DEFAULT_LEASE * 500))
+            assert eventually(lambda: has_run == ("k" not in keys))
         return reply
 
     with monkeypatch.context() as while_it_asks:
         while_it_asks.setattr(KeptConnections, "send_raw", send_and_receive)
         assert decorated(key="k")(done)() == "done"
+    if has_run:
+        assert "k" not in keys
+        return
     assert keys.holder().state == "received"
     assert DEFAULT_LEASE / 2 < keys.left() <= DEFAULT_LEASE, "the worker could not renew it meanwhile"
 
