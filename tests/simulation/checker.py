@@ -16,8 +16,8 @@ from .history import BodyFails
 from .process import Process
 from .tracing import Interrupted
 
-_MOST = 800
-"""How many commands a process sends at most. In most histories it sends fewer than 150."""
+_MOST = 2000
+"""How many commands a process sends at most. In most histories it sends fewer than 300."""
 
 _TOKEN = re.compile(rb'"pid":(\d+),.*"state":"(\w+)",.*"number":(\d+)\d{6},')
 """The process of a token, its state, and its number."""
