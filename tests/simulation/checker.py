@@ -16,8 +16,8 @@ from .history import BodyFails
 from .process import Process
 from .tracing import Interrupted
 
-_MOST = 2000
-"""How many commands a process sends at most. In most histories it sends fewer than 300."""
+_MOST = 60
+"""How often a process sends the same command at most: at its end, a release that is refused."""
 
 _TOKEN = re.compile(rb'"pid":(\d+),.*"state":"(\w+)",.*"number":(\d+)\d{6},')
 """The process of a token, its state, and its number."""
@@ -98,7 +98,7 @@ class Checker:
         calls: all calls so far.
         stored: all values so far of each key.
         lost_data_at: when something outside of the lock's power last changed a key.
-        told: the tokens of runs that were told of a loss.
+        set_by_hand: the values that somebody else has stored.
         kept_by_parents: until when a parent that lives on after a fork has its key, by token.
     """
 
@@ -111,7 +111,8 @@ class Checker:
         self.calls: list[Call] = []
         self.stored: defaultdict[bytes, list[Stored]] = defaultdict(list)
         self.kept_by_parents: dict[bytes, float] = {}
-        self.told: set[bytes] = set()
+        self.set_by_hand: list[Any] = []
+        self.told: Counter[bytes] = Counter()
 
     def running(self) -> list[Call]:
         return [call for call in self.calls if call.lock is not None and call.ended == inf and not call.process.is_dead]
@@ -200,6 +201,10 @@ class Checker:
         limit = (self.history.plan.times[1] or inf) + call.extended
         if call.had_key and is_calm and not call.lock.is_held and call.ended < call.asked + limit:
             self.problem("a loss without a cause", call.name)
+        _, expiry = self.store.keys.get(call.key_there, (None, None))
+        has_renewed = call.lock.renews and call.lock.is_held and self.history.is_calm(call.ended - call.lock.ttl)
+        if has_renewed and expiry is not None and expiry > call.ended + call.lock.ttl + EPSILON:
+            self.problem("a key that outlives its lease", f"{call.name}: {expiry - call.ended:.3f} s")
         has_gone_on = call.ended - call.found_at > 0.1 and self.history.is_calm(call.found_at)
         may_be_told = call.had_key and not call.process.no_thread
         if has_gone_on and may_be_told and call.told_at == inf:
@@ -219,8 +224,10 @@ class Checker:
         is_users = isinstance(outcome, (Interrupted, BodyFails, SystemExit))
         if not (outcome is None or outcome == "done" or is_users or isinstance(outcome, documented)):
             self.problem("an exception that is not documented", f"{call.name}: {outcome!r}")
-        if isinstance(outcome, package.LockLost) and call.told_at == inf:  # else it was checked when it was told
-            self._check_loss(call, outcome)
+        if isinstance(outcome, package.LockLost):
+            self.check_cause(call, outcome)
+            if call.told_at == inf:  # then it was checked
+                self._check_loss(call, outcome)
         if isinstance(outcome, asyncio.CancelledError) and not self._may_be_cancelled(call):
             self.problem("cancelled by nobody", call.name)
         if outcome == "done" and not call.has_succeeded:
@@ -325,9 +332,9 @@ class Checker:
         if kind != "Lost":
             return
         token = _token_of_the_teller()
-        if token in self.told:
+        self.told[token] += 1
+        if self.told[token] > 1:
             self.problem("told more than once", f"{process.name}: {event}")
-        self.told.add(token)
         call = next((each for each in self.calls if each.lock is not None and each.lock.token == token), None)
         # A call that is interrupted or cancelled before its run begins may have lost its key, too.
         is_cut_short = any(f" of {process.name}." in each for each in self.history.faults)
@@ -357,6 +364,11 @@ class Checker:
         was_deleted = was_free and not own
         if (reason == "deleted" and not was_deleted) or (reason == "taken" and not was_anothers):
             self.problem("told of another loss", f"{call.name}: {reason}")
+
+    def check_cause(self, call: Call, lost: Any) -> None:
+        """The cause of a loss, if it has one, is why the key was not renewed in time."""
+        if lost.reason != "expired" and lost.__cause__ is not None:
+            self.problem("a cause of another loss", f"{call.name}: {lost.reason}, {lost.__cause__!r}")
 
     def _is_false_loss(self, call: Call, reason: str) -> bool:
         """Whether a run that is told that its key is lost has not lost it."""
@@ -415,14 +427,19 @@ class Checker:
             self.problem("a loss that nobody was told", f"{call.name}: {call.lock.reason}")
 
     def _check_commands(self) -> None:
-        """No process sends commands without a pause."""
-        for name, times in Counter(each[3] for each in self.history.log if each[2] == "executes for").items():
-            if times > _MOST:
-                self.problem("commands again and again", f"{name} sent {times}")
+        """No command is sent without a pause, and no script where the server can release without one."""
+        executed = [each[3:] for each in self.history.log if each[2] == "executes for"]
+        # A command that is sent on to the node that has its slot is one.
+        executed = [each[:2] for each in executed if not str(each[2]).startswith(("ASK ", "MOVED "))]
+        # Each call of a job may wait for a previous attempt, and asks for its key each second.
+        most = _MOST * (self.history.plan.calls if self.history.plan.jobs else 1)
+        for (name, command), times in Counter(executed).items():
+            if times > most and command[0] not in (b"CLIENT", b"SENTINEL", b"CLUSTER", b"ASKING"):
+                self.problem("a command again and again", f"{name} sent {command} {times} times")
 
     def _check_what_is_left(self, value: Any, expiry: float) -> None:
         left = expiry - self.history.now
-        if value is None:
+        if not _is_ours(value) or value in self.set_by_hand:
             return
         if b'"kept"' in value:
             if left > self.at_least:
@@ -458,6 +475,10 @@ def _token_of_the_teller() -> bytes:
         frame = frame.f_back
     token: bytes = teller.token
     return token
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, bytes) and b'"only_one"' in value
 
 
 def _is_kept_of(value: Any, call: Call) -> bool:

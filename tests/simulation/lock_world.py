@@ -301,7 +301,8 @@ class LockWorld(History):
         package = call.process.package
         try:
             yield
-        except package.LockLost:
+        except package.LockLost as lost:
+            self.checker.check_cause(call, lost)
             call.found_at = min(call.found_at, self.now)
         except Interrupted:
             raise
@@ -358,6 +359,7 @@ class LockWorld(History):
     def _set_by_hand(self, key: str, value: Any) -> None:
         self.note("somebody", "deletes" if value is None else "overwrites", key)
         self.checker.data_is_lost()
+        self.checker.set_by_hand.append(value)
         self.store.set(b"only_one:" + key.encode(), value, self.now + 2)
 
     def _failover(self) -> None:
