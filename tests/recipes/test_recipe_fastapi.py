@@ -13,7 +13,7 @@ import pytest
 
 from rigs.waiting import LIMIT, eventually
 from tests.live.workers import ROOT
-from tests.recipes.place import Place
+from tests.recipes.place import Place, refuses
 
 APP = "fastapi_app:app"
 
@@ -62,12 +62,23 @@ def test_a_double_click_starts_one_job(place: Place) -> None:
         let_end(place, "tea")
 
 
-def test_a_job_that_is_cut_off_blocks_no_next_one(place: Place) -> None:
+def test_a_shutdown_waits_for_the_job_and_a_job_that_is_cut_off_blocks_no_next_one(place: Place) -> None:
+    """Told to end soon, uvicorn ends by the signal itself, and need not have left time for the key to be released."""
     with place.serving(APP) as (url, process):
         assert post(f"{url}/reports/tea")[0] == 202
-        process.kill()
-        assert process.wait(LIMIT) == -signal.SIGKILL
-    assert 0 < place.client.pttl("only_one:report:tea") <= 30_000
+        process.terminate()
+        assert eventually(lambda: refuses(url))
+        assert place.client.exists("only_one:report:tea")
+        let_end(place, "tea")
+        assert process.wait(LIMIT) in {0, -signal.SIGTERM}
+    assert jobs(place) == ["tea begins", "tea ends"]
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        with place.serving(APP, "--timeout-graceful-shutdown", "1") as (url, process):
+            assert post(f"{url}/reports/tea")[0] == 202
+            process.send_signal(number)
+            assert process.wait(LIMIT) == -number
+        if number == signal.SIGKILL:
+            assert 0 < place.client.pttl("only_one:report:tea") <= 30_000
     with place.serving(APP) as (url, _):
         assert post(f"{url}/reports/tea")[0] == 202
         let_end(place, "tea")
