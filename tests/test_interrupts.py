@@ -1,7 +1,6 @@
 """Exceptions out of nowhere: a soft time limit or Ctrl-C may be raised at any line of ours, and leaves nothing behind.
 
-Here they are raised at every place in turn, found by tracing a call; `tests/simulation` raises them at lines of any
-call, the first of a function included, while other things go wrong.
+Here they are raised at every place in turn, found by tracing a call.
 What is raised before the reply to a command is in `connections/test_interruptions.py`.
 """
 
@@ -21,7 +20,7 @@ from only_one import AlreadyRunning, ConfigurationError, current_lock, events, f
 from only_one.lock import renewal
 from rigs.waiting import LIMIT, eventually
 from tests.decorated import as_async, token_of_the_dead
-from tests.interruptions import AtPlace, Interruption, interrupt, raises, traced
+from tests.interruptions import EVERY_INSTRUCTION_IS_TRACED, AtPlace, Interruption, interrupt, raises, traced
 
 pytestmark = [pytest.mark.interrupts, pytest.mark.timeout(method="thread")]  # as SIGALRM is ours
 
@@ -129,6 +128,16 @@ def test_a_call_that_is_interrupted(
     assert decorated("first") == "done"
     check_every_place(redis, prefix, decorated, then=then, stored=stored, left=left)
     assert happened
+
+
+@pytest.mark.skipif(not EVERY_INSTRUCTION_IS_TRACED, reason="tracing does not show every instruction there")
+def test_a_first_call_that_is_interrupted(redis: Any, prefix: str) -> None:
+    """Not at every line: tracing can raise between the end of a `with` block and its exit, and no signal can."""
+
+    def first_call(which: str) -> Any:
+        return only_one(work, key="{which}", timeout=600)(which)
+
+    check_every_place(redis, prefix, first_call)
 
 
 @pytest.mark.filterwarnings("ignore:.*never awaited:RuntimeWarning")  # interrupted between its call and the await
