@@ -113,7 +113,7 @@ def _list(given: argparse.Namespace, app: Any) -> int:
     facts = [_facts(each) for each in sorted(held(given.match, app=app))]
     if not facts and not given.json:
         server, prefix = _configured(None, app)
-        _print(f"no key is like {printable(prefix + given.match)} in {server.database}", is_problem=True)
+        _print(printable(f"no key is like {prefix}{given.match} in {server.database}"), is_problem=True)
     rows = [[_cell(each[name], name) for name in _COLUMNS] for each in facts]
     if given.json:
         lines = [json.dumps(each) for each in facts]
@@ -131,7 +131,7 @@ def _show(given: argparse.Namespace, app: Any) -> int:
     entry = _find(given.key, app)
     if entry is None:
         server, prefix = _configured(None, app)
-        _print(f"{printable(given.key)} is free, with the prefix {prefix} in {server.database}", is_problem=True)
+        _print(printable(f"{given.key} is free, with the prefix {prefix} in {server.database}"), is_problem=True)
         return 1
     facts = _facts(entry)
     lines = [f"{name.replace('_', ' ') + ':':<12} {_cell(value, name)}" for name, value in facts.items()]

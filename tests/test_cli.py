@@ -248,6 +248,7 @@ def test_neither_a_run_nor_the_program_needs_celery_and_it_spells_out_what_the_t
         (["list", "--json"], 0, ""),
         (["show", "\\ud800"], 2, "UnicodeEncodeError"),
         (["show", "k\x1b"], 1, "k\\x1b is free, with the prefix {prefix} in database 0 of {server}\n"),
+        (["--prefix", "\x1b:", "show", "k"], 1, "k is free, with the prefix \\x1b: in database 0 of {server}\n"),
         (["release", "--dead"], 0, "no key of a dead process is held, and none was freed\n"),
         (["release", "--queued", "1h"], 0, "no key of a task that is queued for so long is held, and none was freed\n"),
     ],
