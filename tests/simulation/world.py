@@ -24,6 +24,9 @@ T = TypeVar("T")
 WALL = 1_700_000_000.0
 """Seconds by which the wall clock is ahead of the clock of the world."""
 
+_swap_current_task: Any = getattr(asyncio.tasks, "_swap_current_task", lambda *_: None)
+"""From Python 3.14 on, a thread of the system has one current task, and not one for each of its event loops."""
+
 
 class Thread(greenlet.greenlet):  # type: ignore[misc]
     """A thread of a process in the world.
@@ -198,11 +201,12 @@ class World:
 
     def _switch_from(self, loop: Any) -> Any:
         """Let others go on, without this event loop's entries in Python's state of the system's thread."""
-        hooks = sys.get_asyncgen_hooks()
+        hooks, task = sys.get_asyncgen_hooks(), _swap_current_task(loop, None)
         asyncio._set_running_loop(None)
         sys.set_asyncgen_hooks(None, None)
         value = self.hub.switch()
         asyncio._set_running_loop(loop)
+        _swap_current_task(loop, task)
         sys.set_asyncgen_hooks(*hooks)
         return value
 
