@@ -85,25 +85,29 @@ def test_a_run_that_took_longer_than_that_frees_its_key_at_once(redis: Any, key:
 
 
 @both
-@pytest.mark.parametrize("meanwhile", ["it stays", "it expires", "its time is over"])
+@pytest.mark.parametrize("meanwhile", ["it stays", "it expires", "its time is over", "so is its timeout"])
 def test_it_is_kept_as_soon_as_a_server_that_was_away_at_the_end_of_the_run_is_back(
     redis: Any, redis_url: str, key: str, meanwhile: str, decorate: Decorate
 ) -> None:
+    is_over, is_extended = meanwhile in ("its time is over", "so is its timeout"), meanwhile == "so is its timeout"
+    times = {"timeout": 6000} if is_extended else {"lease": 60_000}
     with Proxy(redis_url) as proxy, ExitStack() as away, redis_py.Redis.from_url(proxy.url) as client:
 
         def work() -> str:
+            if is_extended:
+                current_lock().extend(60_000)
             away.enter_context(proxy.refused())
             return "done"
 
-        assert decorate(work, at_least=6000, lease=60_000, redis=client)() == "done"
+        assert decorate(work, at_least=6000, redis=client, **times)() == "done"
         assert decorated(lambda: "again")() is None  # though no run of this process has the key any more
         if meanwhile == "it expires":
             redis.delete(key)
-        with later(6000 if meanwhile == "its time is over" else 1000):
+        with later(6000 if is_over else 1000):
             for _ in range(4):  # until no command is on its way that was made before
                 wait_for_another_attempt(key)
             away.close()
-            if meanwhile == "its time is over":
+            if is_over:
                 assert eventually(lambda: not redis.exists(key))
                 return
             assert eventually(lambda: b'"state":"kept"' in (redis.get(key) or b""))

@@ -310,6 +310,9 @@ def test_an_acquire_that_is_cancelled(proxy: Proxy, direct: Any, key: str, arriv
         await cancel(task)
         assert task.cancelled()
         before = sets(direct)
+        if arrives == "late":
+            proxy.forget_commands()
+            assert await asyncio.to_thread(eventually, lambda: len(proxy.commands) >= 3)  # "missing" is not final
         fault.let_go()
         if arrives == "late":
             assert await asyncio.to_thread(eventually, lambda: sets(direct) > before)
