@@ -175,7 +175,7 @@ def test_the_metadata_of_a_function_is_kept(decorator: Any, function: Any) -> No
 
 @both
 def test_arguments_and_result_are_passed_through(decorate: Decorate) -> None:
-    function = decorate(original)
+    function = decorate(original, "{a}")
     assert function(1, "y", 2, 3, c=4.5, more=b"") == ["1", "y", "4.5", "2", "3", "more"]
     assert function(a=1) == ["1", "x", "1.5"]
     result = object()

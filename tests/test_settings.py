@@ -370,6 +370,7 @@ def is_switched_off(**options: Any) -> bool:
         current_lock().ensure_held()
         assert type(current_lock().fence) is int
         assert current_lock().is_held
+        assert current_lock().key.endswith(":k")
         assert getattr(current_lock().holder, "pid", None) == os.getpid()
         return current_lock().server is None
 
