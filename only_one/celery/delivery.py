@@ -302,11 +302,10 @@ class TaskRun(Delivery):
 
     def _requeue_until_run_ends(self, call: Call, *, is_kept: bool) -> NoReturn:
         """Requeue this redelivery until its run has ended and its result is stored; then drop it."""
-        ended = b""
         with redelivery.suppress_trouble(self.work.id):
-            ended = self._drop_if_needless(call, waits=0 if is_kept else remembered_for(self.app)).ended
-        if is_kept and not ended:
-            self._drop(call, "it is out of date")
+            marker = self._drop_if_needless(call, waits=0 if is_kept else remembered_for(self.app))
+            if is_kept and not marker.ended:
+                self._drop(call, "it is out of date")
         self._request.expires = None  # it has begun in time
         self._requeue(call, self.header, None)
 
@@ -321,14 +320,12 @@ class TaskRun(Delivery):
             OnlyOneError: the error that the policy was called with, at the limit ``max_retries``.
         """
         header, policy = self.header, how.policy
-        is_down = isinstance(how.error, LockUnavailable)
-        if not is_down:  # else asking again would take as long again
+        if isinstance(how.error, AlreadyRunning):  # else asking again would take as long again
             with redelivery.suppress_trouble(self.work.id):
                 if header.has_begun:
                     self._drop_if_needless(call)
                 if isinstance(policy, BufferOne):
-                    held_by: str = getattr(how.error, "value", "")
-                    header = header._replace(trigger=self.arrive(call, held_by, begins=False))
+                    header = header._replace(trigger=self.arrive(call, how.error.value, begins=False))
                     if not header.trigger:
                         return None
         # Only now, because a redelivery that is dropped must not fail.
@@ -337,7 +334,7 @@ class TaskRun(Delivery):
         # The lineage of new work tells its completion marker from those of earlier work with its id.
         if not (header.has_begun or header.lineage):
             header = header._replace(lineage=uuid())
-        self._requeue(call, header, policy.countdown, is_down=is_down)
+        self._requeue(call, header, policy.countdown, is_down=isinstance(how.error, LockUnavailable))
 
     def _requeue(self, call: Call, header: Header, countdown: float | None, *, is_down: bool = False) -> NoReturn:
         """Publish the message; unless the server is down, store how often, and for ``buffer_one`` that it waits."""

@@ -333,12 +333,13 @@ BUSY: dict[str, str] = {
 def test_a_busy_task_waits_if_a_skip_would_do_harm(
     queue: Queue, keys: Keys, how: str, make: Callable[..., Any]
 ) -> None:
+    """The holder is the task that has called it, which it does not replace."""
     outcome = BUSY[how]
     task = make(queue.app, done, **({"when_busy": retry()} if how == "retry()" else {}))
     after = {"chain": [dict(task.si().set(task_id=str(uuid4())))], "chord": dict(task.si())}
     others = {name: value for name, value in after.items() if name in how}
-    keys["k"] = "somebody else"
-    answer = task.apply_async(retries=int("a retry" in how), **others)
+    keys["k"] = token_of("its caller")
+    answer = task.apply_async(retries=int("a retry" in how), parent_id="its caller", **others)
     message = queue.take()
     if "has waited" in how:
         header = Header(answer.id, 0, times=1, lineage="of its first message" if "new" in how else None)

@@ -239,6 +239,7 @@ ENDED: dict[str, tuple[Any, str]] = {
     "the same, and None would be its result": ({"stored": 1, "ended_at": 20, "when_busy": skip}, "dropped"),
     "the same, and it may not wait": ({"stored": 1, "ended_at": 20, "when_busy": retry(max_retries=0)}, "dropped"),
     "not stored yet, and another has the key": ({"stored": 0, "ended_at": 20, "when_busy": skip}, "requeued"),
+    "not ended, and another has the key": ({"asked": 1, "ended_at": None, "when_busy": retry()}, "requeued"),
     # A redelivery may come between the release of a key that was lost, and the result.
     "only stored": ({"stored": 1, "ended_at": None}, "dropped"),
     "only asked": ({"asked": 1, "ended_at": None}, "run"),
@@ -278,6 +279,10 @@ def test_a_redelivery_after_the_end_of_its_run(
         "dropped": f"redelivery of {name} dropped: its run has ended",
     }
     assert [text in caplog.messages for text in texts.values()] == [outcome == each for each in texts]
+    if outcome == "requeued":
+        keys.redis.hset(keys.marker(answer.id), "stored", 1)
+        queue.deliver()
+        assert (len(runs), len(queue)) == OUTCOMES["dropped"], "it knows the marker of its run"
 
 
 class Exits:
