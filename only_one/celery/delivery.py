@@ -383,18 +383,17 @@ class TaskRun(Delivery):
         # Another decorator may have a key though the server of the unique one is away, whose key the message has.
         if self.decoration.is_unique or self.header.key is None:
             self.state.withdraws = False
-        is_superseded = False
         with redelivery.suppress_trouble(self.work.id):
             if self._end_if_run_has_ended(call):
                 log(INFO, "%s[%s] is run again: its run has ended, but stored no result", self.name, self.work.id)
             if isinstance(call.options.when_busy, BufferOne):
                 trigger = self.arrive(call, call.token.decode(), begins=True)
-                is_superseded = not trigger
-                if self.header.trigger is None and trigger:  # another decorator of it would give it a later number
+                if not trigger:
+                    return False
+                if self.header.trigger is None:  # another decorator of it would give it a later number
                     self._carry(self.header._replace(trigger=trigger))
-        if not is_superseded:
-            self.state.runs[call.key] = self.decoration
-        return not is_superseded
+        self.state.runs[call.key] = self.decoration
+        return True
 
     def _end_if_run_has_ended(self, call: Call) -> bool:
         """Drop a redelivery if its run has stored its result; requeue it if the run has ended and may yet store it.
