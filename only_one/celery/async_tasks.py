@@ -44,5 +44,5 @@ def _refuse_async_tasks(sender: Any, **_: Any) -> None:
             task.run = task.apply_async = functools.partial(refuse, error)
 
 
-_state.connect_on_app_finalize(lambda app: app.on_after_finalize.connect(_refuse_async_tasks, weak=False))
+_state.connect_on_app_finalize(lambda app: app.on_after_finalize.connect(_refuse_async_tasks))
 signals.worker_init.connect(_refuse_async_tasks)  # for tasks that were made when the app was finalized already

@@ -31,7 +31,8 @@ def install_in_apps(function: Any, name: str | None, install: Callable[[Task], N
         if task is not None and function in functions_of(task):
             install(task)
 
-    _state.connect_on_app_finalize(lambda app: app.on_after_finalize.connect(install_in, weak=False))
+    # Celery keeps the lambda, and so `install_in`.
+    _state.connect_on_app_finalize(lambda app: app.on_after_finalize.connect(install_in))
     for app in _state._get_active_apps():  # noqa: SLF001 - as `shared_task` does
         if app.finalized:
             install_in(app)

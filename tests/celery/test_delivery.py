@@ -397,6 +397,8 @@ RETRIES: list[tuple[str, Any, Any, Any, bool, float]] = [
     ("{value}", "A", {"task_id": "its own"}, {"args": ("B",)}, False, 0),
     ("{value.value}", Colour.RED, {}, {"args": ("red",)}, True, QUEUE_TIMEOUT),
     ("{value}", "A", {}, {"args": (), "kwargs": {"value": "A"}}, True, QUEUE_TIMEOUT),
+    ("{value}", "A", {"args": (), "kwargs": {"value": "A"}}, {"args": ("A",), "kwargs": {}}, True, QUEUE_TIMEOUT),
+    ("{value.value}", Colour.RED, {"args": (), "kwargs": {"value": Colour.RED}}, {}, True, QUEUE_TIMEOUT),
     ("k", "A", {}, {"args": ("B",)}, True, QUEUE_TIMEOUT),
     ("k", "A", {}, {"countdown": 1000}, True, QUEUE_TIMEOUT + 1000),
     ("k", "A", {}, {"countdown": None, "eta": NEVER}, True, LONGEST),
@@ -421,7 +423,7 @@ def test_a_retry_has_the_key_of_its_task_unless_its_arguments_give_another(
 
     ran_with: list[str] = []
     task = unique(queue.app, template, function=kind(work), celery={"acks_late": True, "base": Awaits})
-    answer = task.apply_async((value,), headers={"x-mine": 1}, **sent)
+    answer = task.apply_async(**{"args": (value,), "headers": {"x-mine": 1}, **sent})
     way.forget_commands()
     queue.deliver()
     assert way.commands[0] == ("SET" if "task_id" in sent else "EVAL"), "it knows by what value it was queued"

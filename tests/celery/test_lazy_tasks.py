@@ -290,4 +290,6 @@ def test_an_awaited_task_can_be_async(queue: Queue, keys: Keys, fetch: Any, monk
         assert task.rate_limit == "7/m"
     queue.app.task(fetch, name="not decorated")().close()
     monkeypatch.setitem(sys.modules, "celery_aio_pool", sys)
-    assert asyncio.run(queue.app.task(function, name="in a pool")()) == f"{keys.prefix}k"
+    in_a_pool = queue.app.task(function, name="in a pool")
+    worker_init.send(sender=Mock(app=queue.app))
+    assert asyncio.run(in_a_pool()) == f"{keys.prefix}k"
