@@ -220,6 +220,7 @@ RUNS: dict[str, tuple[Callable[[Celery], Any], str]] = {
     "plain": (lambda app: a_task(app, work, key="{key}"), "k"),
     "bound": (lambda app: a_task(app, renames, key="{key}", celery={"bind": True}), "k"),
     "wrapped": (lambda app: a_task(app, wrapped, key="{key}"), "k"),
+    "retried": (lambda app: a_task(app, work, key="{key}", celery={"autoretry_for": (OSError,)}), "k"),
     "changed by its class": (lambda app: a_task(app, work, key="{key}", celery={"__call__": renames}), "k-changed"),
     "changed by the function above": (lambda app: app.register_task(Calls()), "k-changed"),
     "made of what only the run has": (lambda app: a_task(app, work, key=lambda key: key), "k-changed"),
