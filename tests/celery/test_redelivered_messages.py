@@ -125,11 +125,11 @@ def test_a_redelivery_waits_for_the_server_unless_it_may_carry_on(queue: Queue, 
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_replacement_waits_as_any_other(queue: Queue, keys: Keys, retries: int) -> None:
-    """Also after a task that was requeued, and while a retry that it replaces holds the key."""
+    """Also after a task that was requeued, and while a retry that it replaces holds the key; its value says so."""
 
-    def work(self: Any) -> str:
+    def work(self: Any) -> Any:
         if self.request.replaced_task_nesting:
-            return "done"
+            return getattr(current_lock().holder, "replacement", None)
         raise self.replace(self.s())
 
     answer = a_task(queue.app, work, when_busy=retry(), celery={"bind": True}).apply_async(retries=retries)
@@ -138,7 +138,7 @@ def test_a_replacement_waits_as_any_other(queue: Queue, keys: Keys, retries: int
             queue.deliver()
             assert len(queue) == 1
         queue.deliver()
-    assert (answer.state, answer.result) == ("SUCCESS", "done")
+    assert (answer.state, answer.result) == ("SUCCESS", 1)
 
 
 @pytest.mark.parametrize("by", [chain, group])
