@@ -10,7 +10,6 @@ import asyncio
 import gc
 import random
 import warnings
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -25,10 +24,9 @@ from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.own_pools import SHORT_TIMEOUTS, own_pool
 from only_one.connections.server import Server, find_server
 from only_one.driver import ServerTimeout
-from rigs.waiting import LIMIT
+from rigs.waiting import LIMIT, eventually
 from tests.clients import Clients
 from tests.decorated import decorated
-from tests.interruptions import Interruption
 
 
 @pytest.mark.parametrize("error", [redis_py.ConnectionError, ValueError])
@@ -43,18 +41,18 @@ def test_a_connection_that_cannot_be_made_costs_no_other(
 
     async def main() -> None:
         await asyncio.gather(*(client.send_raw(("PING",)) for _ in range(2)))
-        kept = [*client.client._idle]
-        client.client._idle.clear()
+        kept = [*client.connections._idle]
+        client.connections._idle.clear()
 
         async def refuse(_: Any) -> None:
-            client.client._idle.extend(kept)
+            client.connections._idle.extend(kept)
             raise error
 
         with monkeypatch.context() as patched:
             patched.setattr(redis_asyncio.Connection, "connect", refuse)
             with pytest.raises(error):
                 await client.send_raw(("PING",))
-        assert client.client._idle == kept
+        assert client.connections._idle == kept
         await client.aclose()
 
     asyncio.run(main())
@@ -70,7 +68,7 @@ def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fai
         await client.send_raw(("PING",))
         monkeypatch.setattr(redis_asyncio.Connection, "check_health", check)
         await client.send_raw(("PING",))
-        (connection,) = client.client._idle
+        (connection,) = client.connections._idle
         await connection.disconnect()
         connection.disconnect = AsyncMock(side_effect=TimeoutError)
         await client.aclose()
@@ -82,24 +80,27 @@ def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fai
     check.assert_not_called()
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_a_client_is_closed_again_whose_command_ends_or_is_interrupted_meanwhile(*, is_interrupted: bool) -> None:
-    """It has been replaced after a signal, and the command has opened a connection while it was closed."""
-    closed: list[str] = []
+def test_a_connection_that_is_left_also_while_it_connects_is_closed_before_a_later_command(
+    redis: Any, redis_url: str, key: str
+) -> None:
+    """As after an exception of a signal handler, or when a master was replaced."""
 
-    class Replaced:
-        async def close_connections(self) -> None:
-            closed.append("closed")
-            if len(closed) == 1:
-                if is_interrupted:
-                    raise Interruption
-                client.to_be_closed.add(self)  # as the end of that command does
+    async def main(steps: int) -> None:
+        client = make_async_client(given, Mock())
+        connecting = asyncio.create_task(client.send_raw(("PING",)))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        client.connections.leave()
+        await client.send_raw(("PING",))
+        await asyncio.gather(connecting, return_exceptions=True)
+        client.connections.leave()  # those that no command uses
+        number = await client.send_raw(("CLIENT", "ID"))
+        assert eventually(lambda: [int(each["id"]) for each in redis.client_list() if each["name"] == key] == [number])
+        await client.aclose()
 
-    client = AsyncClient(Replaced, 1, Mock())
-    with suppress(Interruption):
-        asyncio.run(client.aclose())
-    asyncio.run(client.close_what_is_left())
-    assert closed == ["closed", "closed"]
+    with redis_py.Redis.from_url(redis_url, client_name=key) as given:
+        for steps in range(1, 12):
+            asyncio.run(main(steps))
 
 
 @pytest.mark.parametrize("said", [{}, {"enabled": False}, {"enabled": True}, {"enabled": "auto"}])
@@ -122,7 +123,7 @@ def test_our_own_connections_hear_no_news_of_maintenance(redis_url: str, said: d
     async def main() -> None:
         client = make_async_client(redis_py.Redis(connection_pool=pool), Mock())
         await client.send_raw(("PING",))
-        (connection,) = client.client._idle
+        (connection,) = client.connections._idle
         assert connection._maint_notifications_connection_handler is None
         await client.aclose()
 
@@ -219,7 +220,7 @@ def test_commands_that_wait_for_a_connection_give_up_unless_the_server_answers_a
         async def reply_to(name: Any) -> Any:
             return await replies[name[0]]
 
-        client = AsyncClient(lambda: SimpleNamespace(send_raw=reply_to), 2, Mock())
+        client = AsyncClient(SimpleNamespace(send_raw=reply_to, most=2), Mock())
         times_out, another, cancelled, *waiting = [asyncio.create_task(client.send_raw((name,))) for name in names]
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -263,7 +264,7 @@ def test_a_command_that_is_cancelled_never_leaves_its_reply_to_another(redis_url
         results: set[str] = set()
         for begin in range(0, commands, 20):
             results.update(await asyncio.gather(*map(cancel_at_random, range(begin, begin + 20))))
-        assert len(client.client._all) <= 20, "as many as were sent at a time"
+        assert len(client.connections._all) <= 20, "as many as were sent at a time"
         return results
 
     assert asyncio.run(main()) == {"its own", "CancelledError"}

@@ -187,6 +187,7 @@ def test_what_a_signal_raises_while_connecting_is_no_trouble_of_the_server(redis
     assert type(caught.value.__context__) is SecretsAreElsewhere
 
 
+@pytest.mark.sees_mutmut
 def test_what_a_signal_raises_while_a_host_is_encoded_reaches_the_caller(redis_url: str) -> None:
     """Until Python 3.11, a codec's error is raised as another one of the same class."""
 
@@ -235,6 +236,7 @@ def test_what_a_signal_raises_while_a_reply_is_awaited_reaches_the_caller_and_th
     assert eventually(lambda: not redis.exists(key))
 
 
+@pytest.mark.sees_mutmut
 @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, Interruption])
 @pytest.mark.parametrize("names", [("HELLO", "CLIENT"), ("SET",), RELEASES], ids=["connecting", "acquire", "release"])
 def test_what_another_thread_raises_while_a_reply_is_awaited_reaches_the_caller_and_the_key_is_freed(

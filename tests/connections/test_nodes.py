@@ -145,7 +145,9 @@ class Told:
         self.theirs = nodes.ClusterNodes(self.slots, {})
         monkeypatch.setattr(nodes, "KeptConnections", lambda host, _: Mock(send=partial(self._answer, host)))
         monkeypatch.setattr(
-            asyncio_connections, "KeptConnections", lambda host: AsyncMock(send_raw=partial(self._answer_async, host))
+            asyncio_connections,
+            "KeptConnections",
+            lambda host: Mock(send_raw=partial(self._answer_async, host), close_broken=AsyncMock()),
         )
 
     def _answer(self, host: str, commands: Sequence[Any]) -> list[Any]:
