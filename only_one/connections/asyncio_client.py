@@ -42,10 +42,11 @@ class AsyncClient:
 
         Args:
             connections: see ``AsyncClient``.
-            of_calls: the connections of sync calls to the same server, which know when a master was replaced.
+            of_calls: the connections of sync calls to the same server; ``idle`` is another list once the master was
+                replaced.
         """
         self.connections, self._of_calls = connections, of_calls
-        self._masters_left = of_calls.masters_left
+        self._idle_of_calls = of_calls.idle
         self._answered_at = self._down_at = 0.0  # by `now()`; 0 for never
         self._turns = self._all_turns()
 
@@ -54,8 +55,8 @@ class AsyncClient:
 
     async def send_raw(self, command: Command) -> Any:
         """Send a command, and return its reply as bytes."""
-        if self._masters_left != self._of_calls.masters_left:
-            self._masters_left = self._of_calls.masters_left
+        if self._idle_of_calls is not self._of_calls.idle:
+            self._idle_of_calls = self._of_calls.idle
             self.connections.leave()
         asked = now()
         turns = self._turns

@@ -122,11 +122,11 @@ class ClusterNodes:
 
     Attributes:
         slots: which node stores which slot.
-        masters_left: none, because no Sentinel watches them.
+        idle: always the same, because no Sentinel replaces them; see ``KeptConnections``.
         sends_again: the drivers send a command again that got no answer.
     """
 
-    masters_left = 0
+    idle = ()
     sends_again = True
 
     def __init__(self, slots: Slots, longest: dict[str, float], pause: float | None = None) -> None:

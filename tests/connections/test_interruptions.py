@@ -234,7 +234,9 @@ def test_a_question_for_the_master_that_was_interrupted_leaves_its_answer_to_no_
         client: Any = Server(given).client
         manager = client.connection_pool.sentinel_manager
         pool = manager.sentinels[0].connection_pool
-        asked = pool.make_connection()
+        asked, of_another_thread = pool.make_connection(), pool.make_connection()
+        of_another_thread.connect()
+        pool._in_use_connections.add(of_another_thread)
 
         def question(_: object) -> None:
             asked.send_command("ECHO", "of the interrupted")
@@ -245,5 +247,7 @@ def test_a_question_for_the_master_that_was_interrupted_leaves_its_answer_to_no_
             patched.setattr(manager, "discover_master", question)
             with pytest.raises(Interruption):
                 client.send_raw(("PING",))
+        assert of_another_thread._sock is not None
+        of_another_thread.disconnect()
         monkeypatch.setattr(redis.connection.AbstractConnection, "can_read", Mock(return_value=False))
         assert client.send_raw(("PING",)) == b"PONG"

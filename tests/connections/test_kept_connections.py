@@ -29,6 +29,7 @@ from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from only_one import inspection, only_one
+from only_one.connections import kept_connections
 from only_one.connections.kept_connections import _packed, packed
 from only_one.connections.server import Server, find_server
 from only_one.driver import Command, Commands, drive_async
@@ -207,6 +208,11 @@ def test_connections_that_the_server_has_closed_cost_nothing(server: RedisServer
             with ThreadPoolExecutor(16) as pool:
                 assert list(pool.map(run, range(64), timeout=LIMIT)) == [*range(64)]
             assert not before & kept(client)
+        fill(client, 2)
+        watching.client_kill_filter(skipme=True)
+        with pytest.raises(redis_py.ConnectionError):
+            client.send([("PING",)])
+        assert client.send([("PING",)]) == [b"PONG"]
         assert not watching.keys("only_one:*")
     assert not [event for event in happened if isinstance(event, Down)]
 
@@ -304,17 +310,18 @@ def test_a_master_that_was_replaced_is_left_also_by_a_command_under_way(
         closing(kind(server := Server(given))) as one,
         ThreadPoolExecutor(1) as pool,
     ):
-        one.send(("ECHO", "a"), ("ECHO", "b"))
-        before = one.ids()
-        under_way = pool.submit(one.send, ("BLPOP", name, 0))
-        assert eventually(lambda: "blpop" in {each["cmd"] for each in redis.client_list() if each["name"] == name})
-        server.client.leave_master()
-        redis.rpush(name, "it ends")
-        assert under_way.result(LIMIT)
-        one.send(("ECHO", "c"))
-        assert len(before) == 2
-        assert not before & one.ids()
-        assert eventually(lambda: not before & connections(redis, name))
+        for _ in range(2):
+            one.send(("ECHO", "a"), ("ECHO", "b"))
+            before = one.ids()
+            under_way = pool.submit(one.send, ("BLPOP", name, 0))
+            assert eventually(lambda: "blpop" in {each["cmd"] for each in redis.client_list() if each["name"] == name})
+            server.client.leave_master()
+            redis.rpush(name, "it ends")
+            assert under_way.result(LIMIT)
+            one.send(("ECHO", "c"))
+            assert len(before) == 2
+            assert not before & one.ids()
+            assert eventually(lambda before=before: not before & connections(redis, name))  # type: ignore[misc]
 
 
 def test_a_connection_that_cannot_be_made_costs_no_other(client: Any) -> None:
@@ -422,6 +429,19 @@ for number in range(2):
 assert kept(client) == ours, (kept(client), ours)
 print("good")
 """
+
+
+def test_what_begins_anew_leaves_the_earlier_connections_open(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inherited: list[Any] = []
+    monkeypatch.setattr(kept_connections, "_inherited", inherited)
+    monkeypatch.setattr(kept_connections, "_all", [client])
+    echo(client)
+    pool, idle = client.connection_pool, client.idle
+    kept_connections._begin_anew_in_child()
+    assert inherited == [pool, idle]
+    assert client.connection_pool is not pool
+    assert (len(idle), client.idle) == (1, [])
+    assert echo(client)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
