@@ -47,11 +47,10 @@ class KeptConnections:
         idle = self._idle
         connection = idle.pop() if idle else self.connection_pool.make_connection()
         reply: Any = None
-        has_connected = connection.is_connected
+        is_kept = connection.is_connected
         try:
-            if not has_connected:
+            if not is_kept:
                 await connection.connect()  # sending does not connect a Sentinel's connection
-                has_connected = True
             # The answer to ASKING is read first, because a refusal of it would leave another reply yet to come.
             # No time limit for the sending, for which redis-py would start a task: one short command does not wait.
             # And no check of the connection, which would then wait without a limit: a broken one fails anyhow.
@@ -62,8 +61,8 @@ class KeptConnections:
                 reply = await connection.read_response(disable_decoding=True)
         except BaseException as error:
             (idle if leaves_usable(error) else self._broken).append(connection)
-            # If none can be made, the others are good: the server may have as many as it takes.
-            if has_connected and isinstance(error, OF_ALL_CONNECTIONS):
+            # Beside a new one, the others are good: they have just worked, and the server may have as many as it takes.
+            if is_kept and isinstance(error, OF_ALL_CONNECTIONS):
                 self._broken += idle
                 idle.clear()
             if isinstance(error.__context__, GeneratorExit):  # in its place redis-py raises that no loop is running
