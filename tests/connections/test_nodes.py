@@ -103,12 +103,14 @@ def of_sentinels(*_: object, **options: Any) -> Any:
     ("given", "made_of"),
     [({}, SHORT), ({"socket_timeout": None, "socket_connect_timeout": 9}, SHORT), (SHORTER, SHORTER)],
 )
-def test_a_pool_for_the_thread_connects_as_the_user_s_does_and_gives_up_soon(
+def test_a_pool_connects_as_the_user_s_does_and_that_for_the_thread_gives_up_soon(
     url: str, make: Callable[..., Any], given: dict[str, Any], made_of: dict[str, Any]
 ) -> None:
     pool = make(url, protocol=3, max_connections=1, timeout=None, **given)
     made, kind = own_pool(pool, SHORT_TIMEOUTS), SentinelConnectionPool if make is of_sentinels else ConnectionPool
     assert (type(made), made.max_connections > 1) == (kind, True)
+    of_a_loop = asyncio_connections.KeptConnections(pool).connection_pool
+    assert type(of_a_loop.make_connection()).__name__ == pool.connection_class.__name__
     for name in ("connection_class", "service_name"):
         assert getattr(made, name, None) == getattr(pool, name, None)
     assert getattr(made, "is_master", True)
