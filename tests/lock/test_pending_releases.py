@@ -137,9 +137,11 @@ def test_of_too_many_pending_releases_the_oldest_is_forgotten(
     assert len(watch.renewer.pending_releases) == 10_000
     assert next(iter(watch.renewer.pending_releases)) == b"1"
     assert b"0" not in active_tokens
+    assert [renewal.is_to_be_released(token) for token in (b"0", b"1")] == [False, True]
     util.Finalize.assert_called_once_with(None, renewal.finish_pending_releases, exitpriority=0)
-    renewal.release_at_exit(PendingRelease(server, "k", b"at exit", MOMENT))
-    assert [*watch.renewer.pending_releases][::10_000] == [b"1", b"at exit"]
+    at_exit = PendingRelease(server, "k", b"at exit", MOMENT)
+    renewal.release_at_exit(at_exit)
+    assert [*watch.renewer.pending_releases.items()][10_000:] == [(b"at exit", at_exit)]
 
 
 @pytest.mark.parametrize(("url", "slept"), [(None, []), (DOWN, [0.0625] * 32)], ids=["up", "down"])

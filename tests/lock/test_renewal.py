@@ -166,9 +166,10 @@ def test_the_log_is_written_by_another_thread_if_somebody_reads_it(
     monkeypatch.setattr(renewal, "start_native_thread", started)
     for level in (logging.INFO, logging.DEBUG):
         caplog.set_level(level, "only_one")
-        renewal.log_beside(logging.DEBUG, "%s", "text")
+        renewal.log_beside(logging.DEBUG, "%s", "text", exc_info=True)
     ((name, run, *rest),) = [each.args for each in started.call_args_list]
-    assert (name, run.func, rest) == ("only_one-log", log, [logging.DEBUG, "%s", "text"])
+    assert (name, run.func, run.keywords) == ("only_one-log", log, {"exc_info": True})
+    assert rest == [logging.DEBUG, "%s", "text"]
 
 
 def test_a_node_that_backs_off_is_not_asked(watch: Watch, redis_url: str) -> None:
