@@ -24,10 +24,9 @@ class _Common:
 
     local: Any
 
-    def __init__(self, *args: Any, features: Features | None = None, **kwargs: Any) -> None:
-        """See redis-py; ``features`` are those of the server, which all its locks share."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.features = features or Features()
+        self.features = Features()
         self.expires_at = math.inf
 
     def do_acquire(self: Any, token: Any) -> Any:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ import redis
 import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import NoBackoff
+from redis.exceptions import LockNotOwnedError
 
 from only_one import current_lock, driver, fail
 from only_one.clock import now
@@ -296,6 +297,15 @@ def test_the_reply_to_acquire_is_lost_and_redis_py_asks_again(
         lost = proxy.lose_reply(*RELEASES)
         await result_of(lock.release())
         assert lost.met.is_set()
+        for other, expires_in in ((None, LIMIT), (None, 0), ("another's", LIMIT)):
+            assert await result_of(lock.acquire(blocking=False))
+            assert (0 < direct.pttl(key) <= timeout * 1000) if timeout else direct.pttl(key) == -1
+            lock.expires_at = now() + expires_in
+            direct.set(key, other) if other else direct.delete(key)
+            refused: Any = pytest.raises(LockNotOwnedError, match=r"^Cannot release a lock that's no longer owned$")
+            with refused if other or not expires_in else nullcontext():
+                await result_of(lock.release())
+            direct.delete(key)
         await result_of(client.aclose() if kind is AsyncLock else client.close())
 
     asyncio.run(main())
