@@ -169,18 +169,17 @@ _LEVELS: dict[Any, int] = {Acquired: DEBUG, Busy: INFO, Reclaimed: WARNING, Rele
 
 _hooks: dict[object, Callable[[Event], object]] = {}
 
-
-_first_skip: list[bool] = []
-"""Has an item once the first skip of this process has been warned of."""
+_warned_of: set[object] = set()
+"""What this process was warned of, by ``warn_once``."""
 
 
 def warn_of_first_skip(key: str, name: str, value: bytes) -> None:
     """Warn of the first skip of this process if the log shows none: a job that was skipped looks as if it was done."""
-    if _first_skip or _is_shown(INFO):
+    if Busy in _warned_of or _is_shown(INFO):
         return
-    _first_skip.append(True)
+    busy = Busy(key, name, value)
     how = "only this first skip of the process is a warning: set the level of the log to INFO to see all of them"
-    _tell(lambda busy: logger.warning("%s (%s)", busy, how, extra=_extra(busy)), Busy(key, name, value))
+    warn_once(Busy, "%s (%s)", busy, how, extra=_extra(busy))
 
 
 def _is_shown(level: int) -> bool:
@@ -200,10 +199,6 @@ def log(level: int, message: str, *args: object, **options: Any) -> None:
     except Exception as error:
         if is_of_signal_handler(error):
             raise
-
-
-_warned_of: set[object] = set()
-"""What this process was warned of by ``warn_once``."""
 
 
 def warn_once(about: object, message: str, *args: object, log: Callable[..., None] = log, **options: Any) -> None:

@@ -267,7 +267,7 @@ def test_a_skip_says_when_the_key_will_be_free(
 @pytest.fixture
 def first_skip(redis: Redis, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call is the first of this process that finds its key busy."""
-    monkeypatch.setattr(only_one_events, "_first_skip", [])
+    monkeypatch.setattr(only_one_events, "_warned_of", set())
     redis.set(f"{prefix}k", "a stranger")
 
 
