@@ -28,11 +28,10 @@ def is_gone(value: bytes) -> bool:
     Then there is no process with its id, or only one that began at another time.
     """
     holder = Holder.parse(value) if value.startswith(this_process().machine_mark) else None
-    if holder is None:
+    if holder is None or holder.pid <= 0:  # `kill` takes such a number for a process group, and no holder has it
         return False
     try:
-        if holder.pid > 0:  # `kill` takes any other number for a process group, and no holder has such an id
-            os.kill(holder.pid, 0)
+        os.kill(holder.pid, 0)
     except ProcessLookupError:
         return True
     except (PermissionError, OverflowError):  # another user's process, or a number that can be none

@@ -67,7 +67,7 @@ def _task_fields(task_id: str | None, attempt: int | None, replacement: int, que
     fields, can read all other values.
     """
     # The encoder of `json.dumps` gives the same in less time.
-    task = encode_basestring_ascii(task_id) if type(task_id) is str else json.dumps(task_id)
+    task = "null" if task_id is None else encode_basestring_ascii(task_id)
     fields = f'"task_id":{task},"attempt":{"null" if attempt is None else attempt},'
     added = {"replacement": replacement or None, "queue": queue}
     return fields + "".join(f'"{name}":{json.dumps(value)},' for name, value in added.items() if value is not None)
