@@ -110,7 +110,7 @@ class LockUnavailable(OnlyOneError):
         problem: the type and the text of that error, and the address of the server.
     """
 
-    def __init__(self, key: str, problem: str = "") -> None:
+    def __init__(self, key: str, problem: str) -> None:
         super().__init__(key, problem)
         self.key = key
         self.problem = problem
