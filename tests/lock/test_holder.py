@@ -22,7 +22,7 @@ from unittest.mock import Mock, call
 import pytest
 
 from only_one.clock import now
-from only_one.holder import Holder, is_queued, printable, task_id_of
+from only_one.holder import Holder, is_queued, printable, task_id_of, work_held_by
 from only_one.lock import liveness, token
 from only_one.lock.liveness import is_dead, is_gone
 from only_one.lock.token import TokenFactory, active_tokens, kept, process_start, words_of
@@ -138,6 +138,8 @@ def test_a_value_of_a_later_version_is_read() -> None:
     assert parse(TokenFactory("work", "the-id", 0, replacement=2).token(60)).replacement == 2
     of_job = parse(TokenFactory("work", "the-id", 0, queue="rq").token(60))
     assert of_job.queue == "rq"
+    of_work_id = parse(TokenFactory("work", "the-id").token(60))
+    assert (work_held_by(of_job), work_held_by(of_work_id)) == (None, None)
     assert words_of("the-id", 2, 0) in TokenFactory("work", "the-id", 0, replacement=2).token(60)
     assert b"replacement" not in TokenFactory("work", "the-id", 0).token(60), "the first version refuses it"
 
