@@ -87,7 +87,7 @@ class _WaitingLease(Lease):
         if is_owed:
             self.note_expiry(now(), self.ttl)
             return ""
-        return super().lose(reason, value)
+        return super().lose(reason)
 
 
 _backs_off_until = 0.0
@@ -115,7 +115,7 @@ def _on_received(request: Any, **_: Any) -> None:
                 _number(delivery, options, server, request)
     except Exception as error:  # noqa: BLE001 - the task runs all the same; its key expires
         text = "the key or number of %s, which was received, could not be stored"
-        warn_once((request.name, "received", type(error)), text, request.name, exc_info=error)
+        warn_once((text, request.name, type(error)), text, request.name, exc_info=error)
         if isinstance(error, TROUBLE) and not isinstance(error, ResponseError):
             _backs_off_until = now() + 10  # the worker has other messages to receive
 
@@ -142,7 +142,7 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
         hold(lease)
         return
     if lease.lose(replaced.status, replaced.value):
-        _waiting.pop(lease.token, None)
+        del _waiting[lease.token]
 
 
 def _replace_queued(key: str, delivery: Delivery, token: bytes, seconds: float) -> Commands[ReleaseResult]:
@@ -177,8 +177,8 @@ def _announce_redelivery(delivery: Delivery, options: EffectiveOptions, server: 
     may_come_during_run = request.task.acks_late and not redelivers_at_any_time(delivery.app)
     if not (delivery.header.has_begun and may_come_during_run):
         return
-    if call := _call_of(delivery, options, server, request):
-        drive(server.client, read_marker(call.key, delivery.marker(call.key), waits=remembered_for(delivery.app)))
+    if key := _key_of(delivery, options, request):
+        drive(server.client, read_marker(key, delivery.marker(key), waits=remembered_for(delivery.app)))
 
 
 def _number(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> None:
@@ -189,21 +189,21 @@ def _number(delivery: Delivery, options: EffectiveOptions, server: Server, reque
     has_number = request.eta or delivery.header.trigger is not None
     if has_number or not isinstance(options.when_busy, BufferOne):
         return
-    if call := _call_of(delivery, options, server, request):
+    if key := _key_of(delivery, options, request):
         with suppress(ResponseError):  # a server that refuses this refuses the run's number, too, and the run says so
-            trigger = delivery.arrive(call, "", begins=False)
+            trigger = delivery.arrive(Call(options, server, key), "", begins=False)
             request.request_dict.update(delivery.header._replace(trigger=trigger).as_headers())
 
 
-def _call_of(delivery: Delivery, options: EffectiveOptions, server: Server, request: Any) -> Call | None:
-    """The call that a message will make, as far as the message tells its key; else None.
+def _key_of(delivery: Delivery, options: EffectiveOptions, request: Any) -> str | None:
+    """The key of the call that a message will make, as far as the message tells it; else None.
 
-    If the key is not the run's, what is done with it does no harm.
+    If it is not the run's, what is done with it does no harm.
     """
-    key = delivery.key
+    given = request.args, request.kwargs
     with suppress(Exception):  # of arguments that have no key, perhaps until they are changed on their way to the run
-        key = key or key_of_arguments(request.task, delivery.decoration, options.prefix, request.args, request.kwargs)
-    return None if key is None else Call(options, server, key)
+        return delivery.key or key_of_arguments(request.task, delivery.decoration, options.prefix, *given)
+    return None
 
 
 def _on_shutdown(release: Callable[[PendingRelease], None] = release_later, **_: Any) -> None:

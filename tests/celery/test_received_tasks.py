@@ -297,7 +297,12 @@ def test_a_message_without_a_key_of_its_own_gets_none(queue: Queue, worker: Work
 def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
     worker: Worker, keys: Keys, way: Proxy, clock: list[float], redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """One that refuses a key is asked again at once."""
     worker.lease("of another server", task=unique(worker.app, "{key}", function=work, redis=redis_url))
+    worker.task.delay("refused")
+    del keys["refused"]
+    keys.redis.rpush(f"{keys.prefix}refused", "no string")
+    worker.receive()
     worker.task.delay("k")
     with way.refused():
         worker.receive()
@@ -312,9 +317,9 @@ def test_a_server_that_does_not_answer_is_logged_once_and_not_asked_for_a_while(
         assert eventually(lambda: keys.state("of another server") == QUEUED)
         assert keys.state() == RECEIVED
     assert eventually(lambda: {keys.state(), keys.state("another")} == {QUEUED})
-    (warning,) = caplog.records
-    assert (warning.levelname, bool(warning.exc_info)) == ("WARNING", True)
-    assert warning.getMessage() == f"the key or number of {worker.task.name}, which was received, could not be stored"
+    text = f"the key or number of {worker.task.name}, which was received, could not be stored"
+    told = [(each.levelname, bool(each.exc_info), each.getMessage()) for each in caplog.records]
+    assert told == [("WARNING", True, text)] * 2, "one of each kind"
 
 
 RECEIVED_BEFORE: dict[str, tuple[Any, list[int]]] = {
@@ -387,6 +392,7 @@ HOW: dict[str, dict[str, Any]] = {
     "not acks_late": {"celery": {"acks_late": False}},
     "its key cannot be made": {"key": "{key.missing}"},
     "a callable cannot make its key": {"key": lambda key: key.missing},
+    "its message has its key": {"celery": {"acks_late": True}},
 }
 
 
@@ -394,11 +400,14 @@ HOW: dict[str, dict[str, Any]] = {
 def test_a_run_is_told_of_a_redelivery(worker: Worker, keys: Keys, caplog: pytest.LogCaptureFixture, how: str) -> None:
     """And another's, after a task whose key cannot be made: the run says so."""
     for each in (how, "plain"):
-        task = a_task(worker.app, work, **{"key": "{key}", **HOW[each]})
+        has_its_key = each == "its message has its key"
+        make: Any = unique if has_its_key else a_task
+        task = make(worker.app, function=work, **{"key": "{key}", **HOW[each]})
         answer = task.delay(key="k")
-        for args, kwargs in (([], {}), ([], {"key": "k"}), (["k"], {})):
+        given: Any = [([], {}), ([], {"key": "k"}), (["k"], {})]
+        for args, kwargs in given[: 1 if has_its_key else 3]:
             worker.receive(task=task, delivery_info={"redelivered": True}, args=args, kwargs=kwargs)
-        is_told = each in {"plain", "autoretry", "handed on"}
+        is_told = has_its_key or each in {"plain", "autoretry", "handed on"}
         assert keys.marked(answer.id) == ({b"asked": b"1"} if is_told else {})
         assert not keys.redis.keys(f"{{None}}*{answer.id}*")
     assert not caplog.records
