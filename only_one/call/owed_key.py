@@ -21,7 +21,7 @@ _WITHDRAW = Script(f"""
 local function has(text) return value and string.find(value, text, 1, true) end
 redis.call('set', KEYS[2], {WAITS_NO_MORE}, 'PX', ARGV[2])
 local pending = tonumber(redis.call('zscore', KEYS[3], 'pending'))
-if pending and pending == tonumber(ARGV[3]) then redis.call('zrem', KEYS[3], 'pending') end
+if pending == tonumber(ARGV[3]) then redis.call('zrem', KEYS[3], 'pending') end
 local waits = has('"state":"queued"') or has('"state":"received"')
 if waits and has(ARGV[1]) then return redis.call('del', KEYS[1]) end""")
 
@@ -45,9 +45,8 @@ class Withdrawal(PendingRelease):
 
         The note is kept for as long as the value might have lived.
         """
-        number = "" if self.number is None else self.number
         keys = (self.key, self.note, self.triggers)
-        return _WITHDRAW.command(keys, self.token, round(self.lasts * 1000), number)
+        return _WITHDRAW.command(keys, self.token, round(self.lasts * 1000), self.number or 0)
 
 
 def note_of(key: str, task_id: str | None, replacement: int, attempt: int | None) -> str:

@@ -334,7 +334,7 @@ def test_a_task_that_is_retried_because_its_process_is_lost_has_its_key_while_it
     keys["k"] = dead
     if has_ended:  # the retry, meanwhile
         keys.withdraw("mine", 2)
-    request = Context(id="mine", retries=1, args=("k",))
+    request = Context(id="mine", retries=1, **({"args": ("k",)} if is_unique else {"kwargs": {"key": "k"}}))
     task_retry.send(sender=lost, request=request, reason=Retry(exc=ValueError(), when=60))
     assert not endings()
     task_retry.send(sender=lost, request=request, reason=Retry(exc=WorkerLostError(), when=60))
