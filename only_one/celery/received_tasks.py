@@ -64,7 +64,7 @@ class _WaitingLease(Lease):
         token = caller.tokens(work, "received").token(limit)
         # It does not refer to the lease, which is renewed no more once nobody does.
         self.request = ref(request, lambda _: _end_wait(token))
-        super().__init__(server, key, token, now(), min(DEFAULT_LEASE, most), inf if limit is None else limit)
+        super().__init__(server, key, token, now(), min(DEFAULT_LEASE, most), limit or inf)
 
     def end_of_wait(self) -> PendingRelease:
         """What is to be stored at the key when no worker has the task any more: the value of a task that is queued.
