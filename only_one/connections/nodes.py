@@ -1,9 +1,9 @@
 """The servers that the renewing thread asks: one server, a master behind Sentinels, a cluster, which calls ask, too."""
 
-import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -82,8 +82,7 @@ class Node:
 class MasterNode(Node):
     """A master behind Sentinels. Its clients leave it when it was replaced, which it may not know itself for 10 s.
 
-    One Sentinel is asked at a time, and in a tenth of the time at most: it may not answer, and other nodes have keys
-    to renew.
+    A Sentinel is asked for it in a tenth of the time at most: it may not answer, and other nodes have keys to renew.
     """
 
     def __init__(self, client: KeptConnections, of_calls: KeptConnections) -> None:
@@ -99,18 +98,13 @@ class MasterNode(Node):
         return super().send(commands, pause)
 
     def _find_master(self) -> None:
-        """Ask the first Sentinel; if the master was replaced, have both clients leave it."""
+        """Ask a Sentinel; if the master was replaced, have both clients leave it."""
         began = now()
         pool = self.client.connection_pool
-        manager = pool.sentinel_manager
-        asked = copy.copy(manager)
-        asked.sentinels = manager.sentinels[:1]
-        try:
-            if pool.master_address not in (None, asked.discover_master(pool.service_name)):
+        with suppress(*TROUBLE):
+            if pool.master_address not in (None, pool.sentinel_manager.discover_master(pool.service_name)):
                 for each in self._clients:
                     each.leave_master()
-        except TROUBLE:
-            manager.sentinels = manager.sentinels[1:] + asked.sentinels  # the next time another one is asked
         self._asks_from = now() + 9 * (now() - began)
 
 

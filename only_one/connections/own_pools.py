@@ -51,7 +51,8 @@ def own_pool(
         manager = pool.sentinel_manager
         own = [own_pool(each.connection_pool, longest, library, class_of) for each in manager.sentinels]
         clients = [library.Redis(connection_pool=each) for each in own]
-        sentinels = Sentinels(manager, type(manager) if library is redis else library.Sentinel, clients)
+        asks = SentinelsInTurn if longest is SHORT_TIMEOUTS else Sentinels
+        sentinels = asks(manager, type(manager) if library is redis else library.Sentinel, clients)
         made = library.SentinelConnectionPool(pool.service_name, sentinels, **NO_NOTICES)
     ours = {**made.connection_kwargs, **NO_NOTICES, "retry": library.retry.Retry(backoff.NoBackoff(), 0)}
     ours.update((name, min(given.get(name) or seconds, seconds)) for name, seconds in longest.items())
@@ -82,3 +83,15 @@ class Sentinels:
         # By attributes and not by parameters, which depend on the version of redis-py.
         asked.__dict__ = {**vars(self._manager), "sentinels": self.sentinels}
         return asked.discover_master(service_name)
+
+
+class SentinelsInTurn(Sentinels):
+    """Those that the renewing thread asks one at a time: one may not answer, and other nodes have keys to renew."""
+
+    def discover_master(self, service_name: str) -> Any:
+        """The address of the master, from the first Sentinel; one that does not tell it is asked last from then on."""
+        first, *others = self.sentinels
+        self.sentinels = [*others, first]
+        address = Sentinels(self._manager, self._kind, [first]).discover_master(service_name)
+        self.sentinels = [first, *others]
+        return address

@@ -17,7 +17,7 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 
 from only_one.connections import asyncio_connections, nodes, slots
 from only_one.connections.kept_connections import KeptConnections
-from only_one.connections.own_pools import SHORT_TIMEOUTS, own_pool
+from only_one.connections.own_pools import SHORT_TIMEOUTS, SentinelsInTurn, own_pool
 from only_one.driver import ServerTimeout
 from rigs.proxy import Proxy
 from tests.renewal import MOMENT, Clock
@@ -71,7 +71,7 @@ def test_a_sentinel_is_asked_for_the_master_before_each_trip(clock: Clock) -> No
             return "h", 7
 
     pool = SimpleNamespace(service_name="m", master_address=("h", 7))
-    pool.sentinel_manager = Asks(sentinels=[("frozen", 1.0), ("well", 0.0)])
+    pool.sentinel_manager = SentinelsInTurn(Asks(), Asks, [("frozen", 1.0), ("well", 0.0)])
     clients: Any = [Mock(connection_pool=pool), Mock()]
     node = nodes.MasterNode(*clients)
     for moment in (0, 1, 9, 10, 10, 11):

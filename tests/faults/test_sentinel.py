@@ -14,9 +14,11 @@ import pytest
 import redis as redis_py
 from celery import Celery
 from redis.exceptions import RedisError
-from redis.sentinel import Sentinel
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from only_one import LockUnavailable, configure, current_lock, only_one
+from only_one.connections.kept_connections import KeptConnections
+from only_one.connections.own_pools import SHORT_TIMEOUTS
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
 from rigs.waiting import LIMIT, eventually
@@ -178,6 +180,19 @@ def test_a_master_that_speaks_tls_at_the_client_of_celery_s_backend() -> None:
         app.conf.redis_backend_use_ssl = {"ssl_cert_reqs": "required", "ssl_ca_certs": str(certificate)}
         with app.backend.client as client:
             assert call_both(redis=client) == ["ran", "ran"]
+
+
+def test_the_renewing_thread_asks_one_sentinel_at_a_time() -> None:
+    """All may be silent, and other servers have keys to renew."""
+    with clients("Sentinel") as those:
+        sentinel_url = f"redis://127.0.0.1:{those.sentinel_port}"
+        with Proxy(sentinel_url) as first, Proxy(sentinel_url) as second:
+            manager: Any = Sentinel([("127.0.0.1", each.port) for each in (first, second)])  # type: ignore[no-untyped-call]
+            of_thread = KeptConnections(manager.master_for("unknown").connection_pool, SHORT_TIMEOUTS)
+            for asked in ([1, 0], [1, 1], [2, 1]):
+                with pytest.raises(MasterNotFoundError):
+                    of_thread.send([("GET", "k")])
+                assert [each.commands.count("SENTINEL") for each in (first, second)] == asked
 
 
 @pytest.mark.parametrize("is_async", [False, True])
