@@ -142,7 +142,7 @@ def _store_received(delivery: Delivery, options: EffectiveOptions, server: Serve
         hold(lease)
         return
     if lease.lose(replaced.status, replaced.value):
-        del _waiting[lease.token]
+        _waiting.pop(lease.token, None)
 
 
 def _replace_queued(key: str, delivery: Delivery, token: bytes, seconds: float) -> Commands[ReleaseResult]:

@@ -108,8 +108,8 @@ class PendingReleases(dict[bytes, PendingRelease]):
 
     def add(self, pending: PendingRelease) -> None:
         """Add a release. At the limit the oldest is forgotten, because its key is likely to expire first."""
-        for oldest in [*self.values()][: 1 - _MOST]:  # of a copy, because other threads change the dict
-            self.end(oldest)
+        if len(self) >= _MOST:
+            self.end(next(iter([*self.values()]), pending))  # of a copy, because other threads change the dict
         self[pending.token] = pending
 
     def end(self, pending: PendingRelease) -> None:

@@ -61,7 +61,9 @@ def test_a_sentinel_is_asked_for_the_master_before_each_trip(clock: Clock) -> No
     """One, and in a tenth of the time at the most: if it does not answer, other nodes have keys to renew."""
     asked: list[tuple[str, float]] = []
 
-    class Asks(SimpleNamespace):
+    class Asks:
+        sentinels: list[tuple[str, float]]
+
         def discover_master(self, _: str) -> tuple[str, int]:
             ((name, takes),) = self.sentinels
             asked.append((name, clock.moment - MOMENT))

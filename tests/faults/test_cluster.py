@@ -204,7 +204,7 @@ def test_a_cluster_that_speaks_tls_and_lacks_a_slot_behind_other_addresses(prefi
                 gone, known = SimpleNamespace(host="127.0.0.1", port=1), client.nodes_manager
                 known.slots_cache, known.nodes_cache = {slot: [gone] for slot in range(16384)}, {"gone": gone}
             assert decorated_async(lambda: "done", redis=client)() == "done"
-            # Python loses a socket that the renewing thread connects while the proxy ends, such as to release once more.
+            # Python loses a socket that the renewing thread connects while the proxy ends, as for this release.
             assert not is_lost or eventually(lambda: proxy.commands[-1] == proxy.commands[-2])
 
 

@@ -107,7 +107,7 @@ EXCEPTIONS = {
     "return await _run_as_async(_switched_off": "locking is switched off: nothing to interleave",
     'getattr(result, "close"': "a mistake of the user, who is told at once",
     'msg = "current_lock() was called outside': "a mistake of the user, who is told at once",
-    "self.end(oldest)": "10,000 pending releases at a time",
+    "self.end(next(iter([*self.values()])": "10,000 pending releases at a time",
     'if has_expired or result.status == "taken":': "redis-py's own Lock.release, which no call uses",
     "if step():  # return": "more than 500 leases in a process",
     'sys.modules.keys() & {"gevent.monkey"': "gevent and eventlet",
