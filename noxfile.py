@@ -11,7 +11,7 @@ nox.options.sessions = ["tests", "oldest"]
 nox.options.error_on_missing_interpreters = True
 
 HERE = Path(__file__).parent
-PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 OLDEST = ["redis==5.2.0", "celery==5.5.0", "kombu==5.5.2"]  # later kombus want a later redis-py
 BESIDE_THE_PACKAGE = [
     "tests",

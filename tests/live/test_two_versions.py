@@ -26,7 +26,8 @@ def first_version(tmp_path_factory: pytest.TempPathFactory) -> str:
     git, folder = shutil.which("git"), tmp_path_factory.mktemp("first_version")
     if git is None:
         pytest.skip("git is not installed")
-    command = [git, "archive", "--output", str(folder / "code.zip"), FIRST]
+    # Of the whole tree, also where the tests run in a folder of the repository that has no history.
+    command = [git, "--work-tree=.", "archive", "--output", str(folder / "code.zip"), FIRST]
     archived = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if archived.returncode:
         pytest.skip(f"the history has no commit {FIRST}: {archived.stderr}")
