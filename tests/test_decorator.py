@@ -245,9 +245,9 @@ def test_a_function_of_a_program_that_was_started_by_a_module_s_name(prefix: str
 
 
 def test_a_function_of_c(prefix: str) -> None:
-    of_c = only_one("{name}")(math.factorial)
-    assert of_c(3) == 6
-    assert key_of(of_c, 3) == f"{prefix}math.factorial"
+    of_c = only_one("{name}")(math.hypot)
+    assert of_c(3, 4) == 5
+    assert key_of(of_c, 3, 4) == f"{prefix}math.hypot"
     method: Any = str.upper
     upper = only_one("{name}")(method)
     assert upper("a") == "A"
