@@ -302,10 +302,11 @@ class TaskRun(Delivery):
 
     def _requeue_until_run_ends(self, call: Call, *, is_kept: bool) -> NoReturn:
         """Requeue this redelivery until its run has ended and its result is stored; then drop it."""
+        ended = b""
         with redelivery.suppress_trouble(self.work.id):
-            marker = self._drop_if_needless(call, waits=0 if is_kept else remembered_for(self.app))
-            if is_kept and not marker.ended:
-                self._drop(call, "it is out of date")
+            ended = self._drop_if_needless(call, waits=0 if is_kept else remembered_for(self.app)).ended
+        if is_kept and not ended:
+            self._drop(call, "it is out of date")
         self._request.expires = None  # it has begun in time
         self._requeue(call, self.header, None)
 

@@ -285,6 +285,15 @@ def test_a_redelivery_after_the_end_of_its_run(
         assert (len(runs), len(queue)) == OUTCOMES["dropped"], "it knows the marker of its run"
 
 
+def test_a_redelivery_of_a_kept_key_is_dropped_also_if_the_server_refuses_its_marker(queue: Queue, keys: Keys) -> None:
+    """Else it would wait for the end of ``at_least``, and do the work again."""
+    answer = a_task(queue.app, done, at_least=60).delay()
+    queue.deliver(message := queue.take())
+    keys.redis.set(keys.marker(answer.id), "no hash")
+    queue.deliver(message, redelivered=True)
+    assert len(queue) == 0
+
+
 class Exits:
     """A result at which its process is told to exit, as by SIGTERM, before it is stored."""
 
