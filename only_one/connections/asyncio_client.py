@@ -57,7 +57,7 @@ class AsyncClient:
         """Send a command, and return its reply as bytes."""
         if self._idle_of_calls is not self._of_calls.idle:
             self._idle_of_calls = self._of_calls.idle
-            self.connections.leave()
+            self._leave()
         asked = now()
         turns = self._turns
         try:
@@ -81,10 +81,13 @@ class AsyncClient:
             if isinstance(error, Exception) and not is_of_signal_handler(error):
                 raise
             if turns is self._turns:  # else another command has left them already
-                self.connections.leave()
-                self._turns = self._all_turns()
+                self._leave()
             turns.release()  # the interruption may have lost a turn, for which a command waits
             raise
+
+    def _leave(self) -> None:
+        self.connections.leave()
+        self._turns = self._all_turns()  # commands that wait for the old master may have all others
 
     async def aclose(self) -> None:
         """Close all connections."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import redis
 from redis import asyncio as redis_asyncio
 from redis.asyncio import cluster, connection, sentinel
 
@@ -44,8 +45,8 @@ class KeptConnections:
     async def send_raw(self, command: Command, *, is_asking: bool = False) -> Any:
         """Send a command, and return its reply as bytes; ``is_asking`` says that the server was named by an ASK."""
         await self.close_broken()
-        idle = self._idle
-        connection = idle.pop() if idle else self.connection_pool.make_connection()
+        idle, pool = self._idle, self.connection_pool  # which a Sentinel's connection does not keep while it connects
+        connection = idle.pop() if idle else pool.make_connection()
         reply: Any = None
         is_kept = connection.is_connected
         try:
@@ -68,7 +69,7 @@ class KeptConnections:
             if isinstance(error.__context__, GeneratorExit):  # in its place redis-py raises that no loop is running
                 raise error.__context__ from None
             raise
-        (idle if idle is self._idle else self._broken).append(connection)
+        idle.append(connection)
         return reply
 
     def leave(self) -> None:
@@ -81,6 +82,7 @@ class KeptConnections:
         """Close the connections that no command is to use any more."""
         while self._broken:
             broken = self._broken.pop()
+            broken.redis_connect_func = _refuse  # else redis-py would connect it anew for a command under way
             await broken.disconnect(nowait=True)
             self._all.discard(broken)
 
@@ -139,6 +141,11 @@ class ClusterConnections:
     async def close_connections(self) -> None:
         """Close all connections."""
         await asyncio.gather(*(each.close_connections() for each in self._nodes.values()))
+
+
+def _refuse(_: object) -> None:
+    msg = "the connection was closed for another command"
+    raise redis.ConnectionError(msg)
 
 
 def _async_class(made: set[Any], pool: Any) -> Callable[..., Any]:

@@ -84,27 +84,51 @@ def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fai
     assert [each.call_count for each in checks] == [0, 0]
 
 
+@pytest.mark.parametrize("command", ["PING", "NOTHING"])
 def test_a_connection_that_is_left_also_while_it_connects_is_closed_before_a_later_command(
-    redis: Any, redis_url: str, key: str
+    those: Clients, key: str, command: str
 ) -> None:
-    """As after an exception of a signal handler, or when a master was replaced."""
+    """As after an exception of a signal handler, or when a master was replaced; and those to Sentinels."""
+
+    def ids() -> set[int]:
+        return {int(each["id"]) for each in those.witness.client_list() if each["name"] == key}
 
     async def main(steps: int) -> None:
-        client = make_async_client(given, Mock())
-        connecting = asyncio.create_task(client.send_raw(("PING",)))
+        client: Any = await server.async_client()
+        connecting = asyncio.create_task(client.send_raw((command, key)))
         for _ in range(steps):
             await asyncio.sleep(0)
         client.connections.leave()
-        await client.send_raw(("PING",))
-        await asyncio.gather(connecting, return_exceptions=True)
+        await client.send_raw(("GET", key))
+        outcome: Any = (await asyncio.gather(connecting, return_exceptions=True))[0]
+        assert not isinstance(outcome, (ReferenceError, redis_py.TimeoutError))
+        del connecting, outcome
+        gc.collect()  # which warns of a connection that nobody has closed
         client.connections.leave()  # those that no command uses
-        number = await client.send_raw(("CLIENT", "ID"))
-        assert eventually(lambda: [int(each["id"]) for each in redis.client_list() if each["name"] == key] == [number])
+        await client.send_raw(("GET", key))
+        assert eventually(lambda: len(ids() - others) == 1)
+
+    with those.connected(client_name=key) as given:
+        server, others = Server(given), ids()
+        for steps in range(1, 24):
+            asyncio.run(main(steps))
+
+
+def test_commands_that_wait_for_a_replaced_master_hold_up_no_other(redis: Any, redis_url: str, key: str) -> None:
+    """They may have all turns, and end as soon as another command closes their connections."""
+
+    async def main() -> None:
+        client = make_async_client(given, of_calls := Mock(idle=[]))
+        waits = asyncio.create_task(client.send_raw(("BLPOP", key, 0)))
+        assert await asyncio.to_thread(eventually, lambda: redis.info("clients")["blocked_clients"])
+        of_calls.idle = []
+        assert await client.send_raw(("ECHO", key)) == key.encode()
+        with pytest.raises(redis_py.ConnectionError):
+            await waits
         await client.aclose()
 
-    with redis_py.Redis.from_url(redis_url, client_name=key) as given:
-        for steps in range(1, 12):
-            asyncio.run(main(steps))
+    with redis_py.Redis.from_url(redis_url, max_connections=1) as given:
+        asyncio.run(main())
 
 
 @pytest.mark.parametrize("said", [{}, {"enabled": False}, {"enabled": True}, {"enabled": "auto"}])
