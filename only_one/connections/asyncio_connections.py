@@ -78,6 +78,12 @@ class KeptConnections:
         self._idle: list[Any] = []
         self.connection_pool = self._make_pool()  # a question to a Sentinel may have left a lock acquired
 
+    async def close_idle(self) -> None:
+        """Close the connections that no command uses."""
+        self._broken += self._idle
+        self._idle.clear()
+        await self.close_broken()
+
     async def close_broken(self) -> None:
         """Close the connections that no command is to use any more."""
         while self._broken:
@@ -126,8 +132,7 @@ class ClusterConnections:
             await asyncio.sleep(trip.pause)
         if trip.address not in self._nodes:
             for address in self._nodes.keys() - self._slots.owners.values():
-                self._nodes[address].leave()  # it may have been replaced
-                await self._nodes[address].close_broken()
+                await self._nodes[address].close_idle()  # it may have been replaced, or may be getting its first slot
             pool = self._slots.connect(*trip.address, **self._options).connection_pool
             self._nodes[trip.address] = KeptConnections(pool)
         return await self._nodes[trip.address].send_raw(trip.command, is_asking=trip.is_asking)

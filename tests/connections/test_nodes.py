@@ -151,7 +151,7 @@ class Told:
         monkeypatch.setattr(
             asyncio_connections,
             "KeptConnections",
-            lambda host: Mock(send_raw=partial(self._answer_async, host), close_broken=AsyncMock()),
+            lambda host: Mock(send_raw=partial(self._answer_async, host), close_idle=AsyncMock()),
         )
 
     def _answer(self, host: str, commands: Sequence[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 
 from only_one import LockUnavailable, configure, only_one
 from only_one.connections import slots
-from only_one.connections.server import find_server
+from only_one.connections.server import Server, find_server
 from only_one.inspection import held, holder_of, key_of, release_key
 from rigs.proxy import Proxy
 from rigs.servers import RedisServer, redis_server
@@ -390,6 +390,28 @@ def test_calls_of_an_event_loop_at_once_cost_no_connection(cluster: Cluster, pre
         assert opened <= {each["id"] for each in bystander.client.client_list()}
 
     asyncio.run(main())
+
+
+def test_a_command_at_a_node_that_gets_its_first_slot_is_left_alone_when_another_node_is_asked_first(
+    cluster: Cluster, prefix: str
+) -> None:
+    source, *others = cluster.nodes
+    key, *keys = [f"{prefix}{cluster.name_on(node, prefix)}" for node in cluster.nodes]
+    slot, server = key_slot(key.encode()), Server(cluster.client)
+
+    async def main() -> None:
+        client = await server.async_client()
+        under_way = asyncio.create_task(client.send_raw(("BLPOP", key, 0)))
+        assert await asyncio.to_thread(eventually, lambda: target.client.info("clients")["blocked_clients"])
+        assert [await client.send_raw(("GET", each)) for each in keys] == [None] * len(others)
+        target.call("RPUSH", key, "done")
+        assert await under_way == [key.encode(), b"done"]
+
+    with cluster.node_without_slots() as target:
+        target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
+        source.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
+        asyncio.run(main())
+        source.client.execute_command("CLUSTER SETSLOT", slot, "STABLE")
 
 
 @pytest.mark.usefixtures("prefix")
