@@ -408,6 +408,7 @@ def test_a_command_at_a_node_that_gets_its_first_slot_is_left_alone_when_another
         assert await under_way == [key.encode(), b"done"]
 
     with cluster.node_without_slots() as target:
+        assert eventually(lambda: target.call("CLUSTER INFO")["cluster_state"] == "ok")
         target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
         source.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
         asyncio.run(main())
