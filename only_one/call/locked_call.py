@@ -271,7 +271,7 @@ class LockedCall(Call):
         is_final = no_write_in_flight and not self._may_come_late
         until = now() + self.options.ttl
         if self._stage == "held":  # perhaps for longer, by `extend`
-            until = max(until, self.lease.expires_at)
+            until = max(until, self.lease.expires_at, self.lease.asked_until)
         if self.server.is_known:  # no command was sent to an unknown server
             release_later(PendingRelease(self.server, self.key, self.token, until, is_final, retained))
         # Last, so that `__exit__` cleans up again if a signal handler has raised an exception meanwhile.

@@ -32,13 +32,14 @@ class Lease:
             is not known.
         trouble: the error of the last renewal, or None if that succeeded.
         expires_at: until when the server lets the key live at least, by ``clock.now()``.
+        asked_until: until when it does if an extension was done that got no answer.
         renewer: the object that renews the lease and tells its run of a loss; None before that begins.
     """
 
     reason: str | None = None
     value = b""
     trouble: Exception | None = None
-    expires_at = -inf
+    expires_at = asked_until = -inf
     renewer: Any = None
     _fence: int | None = None
 
@@ -153,6 +154,7 @@ class Lease:
         asked = now()
         # A key that is renewed gets no more than its lease, so that it does not outlive a dead holder for longer.
         ttl = min(self.ttl, ends_at - asked) if self.renews else ends_at - asked
+        self.asked_until = asked + ttl
         self._ask(RENEW, round(ttl * 1000))
         self.ends_at = ends_at
         self.note_expiry(asked, ttl)
