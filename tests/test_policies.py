@@ -101,7 +101,7 @@ def test_a_client_that_is_made_here_waits_for_two_seconds_at_most() -> None:
         return await server.async_client()
 
     own: Any = asyncio.run(asyncio_client())
-    for client, pool in ((server.client, server.client.connection_pool), (own, own.connections.connection_pool)):
+    for client, pool in ((server.client, server.client.connection_pool), (own, own.client.connection_pool)):
         options = pool.connection_kwargs
         assert options["retry"]._retries == 0  # or a command would be sent again by two
         attempts = 1 + client.sends_again

@@ -1,6 +1,7 @@
 """The asyncio client: made from a sync one; its commands wait for one another, and know together of a dead server."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import redis
@@ -9,6 +10,7 @@ from only_one.clock import now
 from only_one.driver import Command, ServerTimeout, is_of_signal_handler
 
 from .asyncio_connections import ClusterConnections, KeptConnections
+from .own_pools import NO_LIMIT
 from .slots import Slots
 
 _MOST_CONNECTIONS = 32
@@ -26,48 +28,52 @@ class AsyncClient:
     If a command times out, and no other was answered meanwhile, the server is taken for down: all commands that wait
     give up, because each would wait for as long.
 
-    After an exception of a signal handler all connections are left. The exception may have left one with a reply yet to
-    come; and a turn, or a lock, that an ``async with`` had just acquired may stay acquired.
-    And they are left when Sentinels have replaced the master.
+    After an exception of a signal handler a new client is made. The exception may have left a connection with a reply
+    yet to come; and a turn, or a lock, that an ``async with`` had just acquired may stay acquired.
+    And a new client is made when Sentinels have replaced the master.
 
     Attributes:
         sends_again: the drivers send a command again that got no answer, because redis-py does not.
-        connections: our own kept connections, to one server or to the nodes of a cluster.
+        client: our own kept connections, to one server or to the nodes of a cluster.
+        to_be_closed: the earlier clients. The next command closes their connections: the command that left such a
+            client may be collected where no event loop runs, and cannot close them.
     """
 
     sends_again = True
 
-    def __init__(self, connections: Any, of_calls: Any) -> None:
+    def __init__(self, make: Callable[[], Any], most: int, of_calls: Any) -> None:
         """Make the client.
 
         Args:
-            connections: see ``AsyncClient``.
-            of_calls: the connections of sync calls to the same server; ``idle`` is another list once the master was
-                replaced.
+            make: makes the client.
+            most: the most connections that the client may have.
+            of_calls: the connections of sync calls to the same server, which know when a master was replaced.
         """
-        self.connections, self._of_calls = connections, of_calls
-        self._idle_of_calls = of_calls.idle
+        self._make, self._of_calls = make, of_calls
+        self._most = min(most, _MOST_CONNECTIONS)
         self._answered_at = self._down_at = 0.0  # by `now()`; 0 for never
-        self._turns = self._all_turns()
+        self.to_be_closed: set[Any] = set()
+        self._begin()
 
-    def _all_turns(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(min(self.connections.most, _MOST_CONNECTIONS))
+    def _begin(self) -> None:
+        self._masters_left = self._of_calls.masters_left
+        self.client, self._turns = self._make(), asyncio.Semaphore(self._most)
 
     async def send_raw(self, command: Command) -> Any:
         """Send a command, and return its reply as bytes."""
-        if self._idle_of_calls is not self._of_calls.idle:
-            self._idle_of_calls = self._of_calls.idle
-            self._leave()
+        if self.to_be_closed or self._masters_left != self._of_calls.masters_left:
+            await self.close_what_is_left()
         asked = now()
-        turns = self._turns
+        client, turns = self.client, self._turns
         try:
             async with turns:
+                client = self.client  # a new one may have been made meanwhile
                 if self._down_at > asked:
                     msg = "Timeout waiting for a connection: the server did not answer on any"
                     raise ServerTimeout(msg)  # noqa: TRY301 - a time-out like any other
                 sent = now()
                 try:
-                    reply = await self.connections.send_raw(command)
+                    reply = await client.send_raw(command)
                 except redis.TimeoutError:
                     if self._answered_at < sent:
                         self._down_at = now()
@@ -80,18 +86,31 @@ class AsyncClient:
             # Else the user's code that connects has raised it, such as a provider of credentials.
             if isinstance(error, Exception) and not is_of_signal_handler(error):
                 raise
-            if turns is self._turns:  # else another command has left them already
-                self._leave()
+            if client is self.client:  # else another command has made a new client already
+                self._begin()
             turns.release()  # the interruption may have lost a turn, for which a command waits
             raise
+        finally:
+            if client is not self.client:
+                self.to_be_closed.add(client)
 
-    def _leave(self) -> None:
-        self.connections.leave()
-        self._turns = self._all_turns()  # commands that wait for the old master may have all others
+    async def close_what_is_left(self) -> None:
+        """Close the connections of the earlier clients, also of one whose master was replaced."""
+        if self._masters_left != self._of_calls.masters_left:
+            self.to_be_closed.add(self.client)
+            self._begin()
+        while self.to_be_closed:
+            client = self.to_be_closed.pop()  # now, because a command that ends while it is closed adds it again
+            try:
+                await client.close_connections()
+            except BaseException:
+                self.to_be_closed.add(client)
+                raise
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await self.connections.close_connections()
+        self.to_be_closed.add(self.client)
+        await self.close_what_is_left()
 
 
 def make_async_client(client: Any, of_calls: Any) -> AsyncClient:
@@ -104,5 +123,8 @@ def make_async_client(client: Any, of_calls: Any) -> AsyncClient:
     Raises:
         ConfigurationError: if redis-py has no asyncio class for the way in which the client connects.
     """
-    connections = ClusterConnections(client) if isinstance(client, Slots) else KeptConnections(client.connection_pool)
-    return AsyncClient(connections, of_calls)
+    if isinstance(client, Slots):
+        most = client.options.get("max_connections") or NO_LIMIT
+        return AsyncClient(lambda: ClusterConnections(client), most, of_calls)
+    pool = client.connection_pool
+    return AsyncClient(lambda: KeptConnections(pool), pool.max_connections, of_calls)

@@ -41,7 +41,8 @@ class KeptConnections:
 
     Attributes:
         connection_pool: makes the connections, and does not hold them.
-        idle: the connections that no command uses; another list once Sentinels have replaced the master.
+        idle: the connections that no command uses; a new list once a master is left.
+        masters_left: how many masters they have left because Sentinels had replaced them.
         sends_again: the drivers send a command again that got no answer, because redis-py does not.
     """
 
@@ -52,6 +53,7 @@ class KeptConnections:
         self._make_pool = partial(own_pool, pool, longest)
         self.connection_pool = self._make_pool()
         self.idle: list[Any] = []
+        self.masters_left = 0
         _all.add(self)
 
     def begin_anew(self) -> None:
@@ -122,14 +124,19 @@ class KeptConnections:
 
     def close_idle(self) -> None:
         """Close the connections that no command uses."""
-        with suppress(IndexError):  # none is left; another thread may take the last one, so nobody looks before
-            while True:
-                self.idle.pop().disconnect()
+        _close(self.idle)
 
     def leave_master(self) -> None:
         """Use no connection to the master any more, also none of the commands under way: another has replaced it."""
-        self.close_idle()
-        self.idle = []
+        self.masters_left += 1
+        left, self.idle = self.idle, []
+        _close(left)
+
+
+def _close(connections: list[Any]) -> None:
+    with suppress(IndexError):  # none is left; another thread may take the last one, so nobody looks before
+        while True:
+            connections.pop().disconnect()
 
 
 def _reply_on(connection: Any) -> Any:

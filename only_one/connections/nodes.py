@@ -116,11 +116,11 @@ class ClusterNodes:
 
     Attributes:
         slots: which node stores which slot.
-        idle: always the same, because no Sentinel replaces them; see ``KeptConnections``.
+        masters_left: none, because no Sentinel watches them.
         sends_again: the drivers send a command again that got no answer.
     """
 
-    idle = ()
+    masters_left = 0
     sends_again = True
 
     def __init__(self, slots: Slots, longest: dict[str, float], pause: float | None = None) -> None:

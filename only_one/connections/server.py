@@ -186,11 +186,12 @@ def _url_problem(url: str) -> str | None:
         instead = f"write redis://host:6379/0, rediss://… or unix:///path{quoting}{of_sentinels}"
         return f"{masked(url)!r} is not a URL of Redis: {instead}"
     try:
-        redis.Redis.from_url(url).connection_pool.make_connection()  # which checks the options, and does not connect
+        client = redis.Redis.from_url(url)
+        client.connection_pool.make_connection()  # which checks the options, and does not connect
     except (AttributeError, TypeError, ValueError, redis.RedisError):  # its text may hold the password
         with_options = "redis://[user:password@]host:6379/0[?option=value], with options of redis-py"
         return f"{masked(url)!r} cannot be read: write {with_options}{quoting}"
-    return None
+    return _client_problem(client)
 
 
 def _client_problem(client: Any) -> str | None:

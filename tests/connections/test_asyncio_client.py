@@ -10,6 +10,7 @@ import asyncio
 import gc
 import random
 import warnings
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -24,9 +25,10 @@ from only_one.connections.asyncio_client import AsyncClient, make_async_client
 from only_one.connections.own_pools import SHORT_TIMEOUTS, own_pool
 from only_one.connections.server import Server, find_server
 from only_one.driver import ServerTimeout
-from rigs.waiting import LIMIT, eventually
+from rigs.waiting import LIMIT
 from tests.clients import Clients
 from tests.decorated import decorated
+from tests.interruptions import Interruption
 
 
 @pytest.mark.parametrize("error", [redis_py.ConnectionError, ValueError])
@@ -41,18 +43,18 @@ def test_a_connection_that_cannot_be_made_costs_no_other(
 
     async def main() -> None:
         await asyncio.gather(*(client.send_raw(("PING",)) for _ in range(2)))
-        kept = [*client.connections._idle]
-        client.connections._idle.clear()
+        kept = [*client.client._idle]
+        client.client._idle.clear()
 
         async def refuse(_: Any) -> None:
-            client.connections._idle.extend(kept)
+            client.client._idle.extend(kept)
             raise error
 
         with monkeypatch.context() as patched:
             patched.setattr(redis_asyncio.Connection, "connect", refuse)
             with pytest.raises(error):
                 await client.send_raw(("PING",))
-        assert client.connections._idle == kept
+        assert client.client._idle == kept
         await client.aclose()
 
     asyncio.run(main())
@@ -61,14 +63,14 @@ def test_a_connection_that_cannot_be_made_costs_no_other(
 def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fails_no_end(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In asyncio, that check has no time limit; and to close a connection with TLS waits for the server's answer."""
-    checks = [AsyncMock(), Mock()]
+    """The check of a kept connection has no time limit; to close one with TLS waits for the server's answer."""
+    check = AsyncMock()
 
     async def main() -> None:
         await client.send_raw(("PING",))
-        monkeypatch.setattr(redis_asyncio.Connection, "check_health", checks[0])
+        monkeypatch.setattr(redis_asyncio.Connection, "check_health", check)
         await client.send_raw(("PING",))
-        (connection,) = client.connections._idle
+        (connection,) = client.client._idle
         await connection.disconnect()
         connection.disconnect = AsyncMock(side_effect=TimeoutError)
         await client.aclose()
@@ -77,58 +79,27 @@ def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fai
     with redis_py.Redis.from_url(redis_url, health_check_interval=3600) as source:
         client = make_async_client(source, Mock())
         asyncio.run(main())
-        of_threads = Server(source).client
-        of_threads.send_raw(("PING",))
-        monkeypatch.setattr(redis_py.Connection, "check_health", checks[1])
-        assert [of_threads.send_raw(("PING",)), *of_threads.send([("PING",)])] == [b"PONG"] * 2
-    assert [each.call_count for each in checks] == [0, 0]
+    check.assert_not_called()
 
 
-@pytest.mark.parametrize("command", ["PING", "NOTHING"])
-def test_a_connection_that_is_left_also_while_it_connects_is_closed_before_a_later_command(
-    those: Clients, key: str, command: str
-) -> None:
-    """As after an exception of a signal handler, or when a master was replaced; and those to Sentinels."""
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_client_is_closed_again_whose_command_ends_or_is_interrupted_meanwhile(*, is_interrupted: bool) -> None:
+    """It has been replaced after a signal, and the command has opened a connection while it was closed."""
+    closed: list[str] = []
 
-    def ids() -> set[int]:
-        return {int(each["id"]) for each in those.witness.client_list() if each["name"] == key}
+    class Replaced:
+        async def close_connections(self) -> None:
+            closed.append("closed")
+            if len(closed) == 1:
+                if is_interrupted:
+                    raise Interruption
+                client.to_be_closed.add(self)  # as the end of that command does
 
-    async def main(steps: int) -> None:
-        client: Any = await server.async_client()
-        connecting = asyncio.create_task(client.send_raw((command, key)))
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        client.connections.leave()
-        await client.send_raw(("GET", key))
-        outcome: Any = (await asyncio.gather(connecting, return_exceptions=True))[0]
-        assert not isinstance(outcome, (ReferenceError, redis_py.TimeoutError))
-        del connecting, outcome
-        gc.collect()  # which warns of a connection that nobody has closed
-        client.connections.leave()  # those that no command uses
-        await client.send_raw(("GET", key))
-        assert eventually(lambda: len(ids() - others) == 1)
-
-    with those.connected(client_name=key) as given:
-        server, others = Server(given), ids()
-        for steps in range(1, 24):
-            asyncio.run(main(steps))
-
-
-def test_commands_that_wait_for_a_replaced_master_hold_up_no_other(redis: Any, redis_url: str, key: str) -> None:
-    """They may have all turns, and end as soon as another command closes their connections."""
-
-    async def main() -> None:
-        client = make_async_client(given, of_calls := Mock(idle=[]))
-        waits = asyncio.create_task(client.send_raw(("BLPOP", key, 0)))
-        assert await asyncio.to_thread(eventually, lambda: redis.info("clients")["blocked_clients"])
-        of_calls.idle = []
-        assert await client.send_raw(("ECHO", key)) == key.encode()
-        with pytest.raises(redis_py.ConnectionError):
-            await waits
-        await client.aclose()
-
-    with redis_py.Redis.from_url(redis_url, max_connections=1) as given:
-        asyncio.run(main())
+    client = AsyncClient(Replaced, 1, Mock())
+    with suppress(Interruption):
+        asyncio.run(client.aclose())
+    asyncio.run(client.close_what_is_left())
+    assert closed == ["closed", "closed"]
 
 
 @pytest.mark.parametrize("said", [{}, {"enabled": False}, {"enabled": True}, {"enabled": "auto"}])
@@ -151,7 +122,7 @@ def test_our_own_connections_hear_no_news_of_maintenance(redis_url: str, said: d
     async def main() -> None:
         client = make_async_client(redis_py.Redis(connection_pool=pool), Mock())
         await client.send_raw(("PING",))
-        (connection,) = client.connections._idle
+        (connection,) = client.client._idle
         assert connection._maint_notifications_connection_handler is None
         await client.aclose()
 
@@ -248,7 +219,7 @@ def test_commands_that_wait_for_a_connection_give_up_unless_the_server_answers_a
         async def reply_to(name: Any) -> Any:
             return await replies[name[0]]
 
-        client = AsyncClient(SimpleNamespace(send_raw=reply_to, most=2), Mock())
+        client = AsyncClient(lambda: SimpleNamespace(send_raw=reply_to), 2, Mock())
         times_out, another, cancelled, *waiting = [asyncio.create_task(client.send_raw((name,))) for name in names]
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -292,7 +263,7 @@ def test_a_command_that_is_cancelled_never_leaves_its_reply_to_another(redis_url
         results: set[str] = set()
         for begin in range(0, commands, 20):
             results.update(await asyncio.gather(*map(cancel_at_random, range(begin, begin + 20))))
-        assert len(client.connections._all) <= 20, "as many as were sent at a time"
+        assert len(client.client._all) <= 20, "as many as were sent at a time"
         return results
 
     assert asyncio.run(main()) == {"its own", "CancelledError"}

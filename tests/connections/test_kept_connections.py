@@ -249,7 +249,7 @@ class OfAnEventLoop(OfThreads):
         return self._run(together())
 
     def ids(self) -> set[int]:
-        return {*self.send(*[("CLIENT", "ID")] * len(self.client.connections._idle))}
+        return {*self.send(*[("CLIENT", "ID")] * len(self.client.client._idle))}
 
     def close(self) -> None:
         self._run(self._loop.shutdown_asyncgens())

@@ -61,9 +61,7 @@ def test_a_sentinel_is_asked_for_the_master_before_each_trip(clock: Clock) -> No
     """One, and in a tenth of the time at the most: if it does not answer, other nodes have keys to renew."""
     asked: list[tuple[str, float]] = []
 
-    class Asks:
-        sentinels: list[tuple[str, float]]
-
+    class Asks(SimpleNamespace):
         def discover_master(self, _: str) -> tuple[str, int]:
             ((name, takes),) = self.sentinels
             asked.append((name, clock.moment - MOMENT))
@@ -73,7 +71,7 @@ def test_a_sentinel_is_asked_for_the_master_before_each_trip(clock: Clock) -> No
             return "h", 7
 
     pool = SimpleNamespace(service_name="m", master_address=("h", 7))
-    pool.sentinel_manager = SentinelsInTurn(Asks(), Asks, [("frozen", 1.0), ("well", 0.0)])
+    pool.sentinel_manager = SentinelsInTurn(Asks(), [("frozen", 1.0), ("well", 0.0)])
     clients: Any = [Mock(connection_pool=pool), Mock()]
     node = nodes.MasterNode(*clients)
     for moment in (0, 1, 9, 10, 10, 11):
@@ -149,9 +147,7 @@ class Told:
         self.theirs = nodes.ClusterNodes(self.slots, {})
         monkeypatch.setattr(nodes, "KeptConnections", lambda host, _: Mock(send=partial(self._answer, host)))
         monkeypatch.setattr(
-            asyncio_connections,
-            "KeptConnections",
-            lambda host: Mock(send_raw=partial(self._answer_async, host), close_idle=AsyncMock()),
+            asyncio_connections, "KeptConnections", lambda host: AsyncMock(send_raw=partial(self._answer_async, host))
         )
 
     def _answer(self, host: str, commands: Sequence[Any]) -> list[Any]:
@@ -255,7 +251,6 @@ def test_a_call_is_sent_on_and_waits_for_as_long_as_a_node_may_refuse_all_comman
     if slot not in told.slots.owners:
         told.slots.owners.clear()
     connections, of_calls = asyncio_connections.ClusterConnections(told.slots), nodes.ClusterNodes(told.slots, {}, 0.0)
-    connections.leave()  # as after a signal, which changes nothing here
     call: Any = connections if is_async else of_calls
 
     def ask() -> Any:

@@ -514,6 +514,6 @@ def test_a_replica_is_not_asked_until_it_takes_over(prefix: str) -> None:
         assert eventually(lambda: not replica.client.exists(key))
         assert eventually(lambda: loop.run_until_complete(in_loop("next")) == "next")
         clients, server = vars(loop)[f"only_one_clients_{os.getpid()}"], find_server(cluster.client)
-        assert not clients[server][0].connections._nodes["127.0.0.1", master.server.port]._all
+        assert not clients[server][0].client._nodes["127.0.0.1", master.server.port]._all
         loop.run_until_complete(loop.shutdown_asyncgens())
         assert only_one(lambda: "next", key=name)() == "next"
