@@ -63,12 +63,12 @@ def test_a_connection_that_cannot_be_made_costs_no_other(
 def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fails_no_end(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check of a kept connection has no time limit; to close one with TLS waits for the server's answer."""
-    check = AsyncMock()
+    """In asyncio, that check has no time limit; and to close a connection with TLS waits for the server's answer."""
+    checks = [AsyncMock(), Mock()]
 
     async def main() -> None:
         await client.send_raw(("PING",))
-        monkeypatch.setattr(redis_asyncio.Connection, "check_health", check)
+        monkeypatch.setattr(redis_asyncio.Connection, "check_health", checks[0])
         await client.send_raw(("PING",))
         (connection,) = client.client._idle
         await connection.disconnect()
@@ -79,7 +79,11 @@ def test_a_server_that_is_frozen_holds_up_no_command_by_redis_py_s_check_and_fai
     with redis_py.Redis.from_url(redis_url, health_check_interval=3600) as source:
         client = make_async_client(source, Mock())
         asyncio.run(main())
-    check.assert_not_called()
+        of_threads = Server(source).client
+        of_threads.send_raw(("PING",))
+        monkeypatch.setattr(redis_py.Connection, "check_health", checks[1])
+        assert [of_threads.send_raw(("PING",)), *of_threads.send([("PING",)])] == [b"PONG"] * 2
+    assert [each.call_count for each in checks] == [0, 0]
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
