@@ -290,7 +290,7 @@ class MessageWorld(History):
 
     def kill(self, process: Process) -> None:
         super().kill(process)
-        self.killed_at[process.pid] = self.now
+        self.killed_at.setdefault(process.pid, self.now)  # a shutdown kills dead ones, too
         for run in self.running:
             if run.pid == process.pid:
                 run.end, run.ended = "killed", self.now
