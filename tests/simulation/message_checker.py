@@ -164,7 +164,8 @@ class MessageChecker:
         is_retried = _GIVE_UP_THEIR_KEY.isdisjoint(trigger.ends) and all(run.end == "Retry" for run in trigger.runs)
         # A signal may have ended a run that had published its retry.
         is_interrupted = "limit" in trigger.how or trigger.name in self._terminated()
-        return (is_retried and not is_interrupted) or not trigger.runs
+        has_lost_it = bool(trigger.runs) and self.overran(trigger.runs[-1], self.history.now)
+        return (is_retried and not (is_interrupted or has_lost_it)) or not trigger.runs
 
     def _terminated(self) -> set[str]:
         return {job.work.trigger for job in self.broker.jobs if job.is_terminated}
