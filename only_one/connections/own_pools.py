@@ -35,13 +35,14 @@ def own_pool(pool: Any, longest: dict[str, float]) -> Any:
 
     Args:
         pool: the pool of a sync client of redis-py, of any class.
-        longest: the longest time-outs, by the names of redis-py's options; empty for those of ``pool``.
+        longest: the longest time-outs, by the names of redis-py's options; empty for those of ``pool``. Whoever gives
+            some waits for one Sentinel at a time, too.
     """
     given = pool.connection_kwargs
     made: Any = redis.ConnectionPool(max_connections=NO_LIMIT, **NO_NOTICES)
     if isinstance(pool, redis.SentinelConnectionPool):
         own = [own_pool(each.connection_pool, longest) for each in pool.sentinel_manager.sentinels]
-        asks = SentinelsInTurn if longest is SHORT_TIMEOUTS else Sentinels
+        asks = SentinelsInTurn if longest else Sentinels
         sentinels = asks(pool.sentinel_manager, [redis.Redis(connection_pool=each) for each in own])
         kind: Any = redis.SentinelConnectionPool
         made = kind(pool.service_name, sentinels, **NO_NOTICES)
