@@ -382,8 +382,7 @@ class Checker:
 
     def fenced(self, call: Call, fence: int) -> None:
         # The last number may be lost when the clock is set back; and a forked child asks for its parent's run.
-        was_clock_set = any(each.startswith("clock") for each in self.history.faults)
-        is_excused = call.is_excused or (was_clock_set and self.lost_data_at > 0)
+        is_excused = call.is_excused or (self.history.was_set_back and self.lost_data_at > 0)
         call.fence = None if is_excused else fence
         for other in self.calls:  # a run may learn its fence late: it was paused meanwhile
             if is_excused or other is call or other.key != call.key or other.fence is None:

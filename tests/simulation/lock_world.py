@@ -107,6 +107,7 @@ class LockWorld(History):
         self.checker = Checker(self)
         self.store.changed = self.checker.changed
         self.left: set[Thread] = set()  # whose calls have not all ended
+        self.was_set_back = False  # the wall clock
         self.functions: dict[tuple[Process, str], Callable[..., Any]] = {}  # of each key
         self.host_of = {"k": "server", "n": "other" if self.draw("plan other server") < 0.5 else "server"}
         self.when_busy: dict[Process, str] = {}
@@ -393,4 +394,6 @@ class LockWorld(History):
             self.left = {each for each in self.left if each.process is not process}
 
     def _clock(self) -> None:
-        self.wall_step += self.choose("step of the clock", [-3600.0, 3600.0])
+        step = self.choose("step of the clock", [-3600.0, 3600.0])
+        self.wall_step += step
+        self.was_set_back |= step < 0
