@@ -110,12 +110,18 @@ def test_a_redelivery_is_dropped_after_an_end_of_the_work(queue: Queue, end: str
 
 
 @pytest.mark.parametrize("policy", [fail, skip, carry_on])
-def test_a_redelivery_waits_for_the_server_unless_it_may_carry_on(queue: Queue, way: Proxy, policy: Any) -> None:
+def test_a_redelivery_waits_for_the_server_unless_it_may_carry_on(
+    queue: Queue, way: Proxy, monkeypatch: pytest.MonkeyPatch, policy: Any
+) -> None:
     """Its run may be under way, so a failure, or None, would be stored over the result of that run."""
     runs: list[str] = []
     answer = a_task(queue.app, lambda_of(lambda: runs.append("run")), when_down=policy).delay()
     with way.refused():
         queue.deliver(redelivered=True)
+        if policy is not carry_on:
+            with monkeypatch.context() as patched:
+                patched.setattr(delivery.redelivery, "read_marker", raises(AssertionError("it takes as long again")))
+                queue.deliver()
     if policy is not carry_on:
         assert (answer.state, runs) == ("PENDING", [])
         queue.deliver()
