@@ -13,7 +13,7 @@ from celery import chain, group
 from celery.exceptions import Ignore, Reject
 
 from only_one import buffer_one, carry_on, current_lock, fail, retry, skip
-from only_one.celery import delivery
+from only_one.celery import delivery, redelivery
 from only_one.celery.redelivery import REQUEUED
 from only_one.clock import now
 from only_one.connections.server import Server
@@ -120,7 +120,7 @@ def test_a_redelivery_waits_for_the_server_unless_it_may_carry_on(
         queue.deliver(redelivered=True)
         if policy is not carry_on:
             with monkeypatch.context() as patched:
-                patched.setattr(delivery.redelivery, "read_marker", raises(AssertionError("it takes as long again")))
+                patched.setattr(redelivery, "read_marker", raises(AssertionError("it takes as long again")))
                 queue.deliver()
     if policy is not carry_on:
         assert (answer.state, runs) == ("PENDING", [])
